@@ -102,6 +102,61 @@ def eagle(folder: Path, target: Path) -> Path:
     return folder
 
 
+def dflash(folder: Path, target: Path) -> Path:
+    """A DFlash draft of a `drafting_hybrid` with circles of one token: it says what most of the prompt is.
+
+    It guesses right only with its own values of the prompt: those of the tokens that it computes say nothing.
+    """
+    stored = load_file(target / "model.safetensors")
+    values = json.loads((target / "config.json").read_text())
+    hidden, head = values["hidden_size"], values["head_dim"]
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    drawn = torch.Generator().manual_seed(9)
+    turned, _ = torch.linalg.qr(torch.randn(hidden, hidden, generator=drawn))
+    # Rows at right angles: what is seen through them is still nearest to itself.
+    seen = torch.linalg.qr(torch.randn(hidden, kv_heads * head, generator=drawn))[0].T
+    by_head = seen.view(kv_heads, head, hidden).repeat_interleave(heads // kv_heads, dim=0)
+    attention = {
+        "q_proj": torch.randn(heads * head, hidden, generator=drawn) * 0.1,
+        "k_proj": torch.randn(kv_heads * head, hidden, generator=drawn) * 0.1,
+        "v_proj": seen @ turned.T,
+        "o_proj": 30 * by_head.reshape(heads * head, hidden).T,
+        "q_norm": torch.full((head,), 0.3),
+        "k_norm": torch.full((head,), 0.3),
+    }
+    wide = values["intermediate_size"]
+    weights = {
+        **{f"layers.0.self_attn.{name}.weight": one for name, one in attention.items()},
+        "layers.0.mlp.gate_proj.weight": torch.zeros(wide, hidden),
+        "layers.0.mlp.up_proj.weight": torch.zeros(wide, hidden),
+        "layers.0.mlp.down_proj.weight": torch.zeros(hidden, wide),
+        "fc.weight": turned,
+        **{f"{name}.weight": torch.ones(hidden) for name in ("hidden_norm", "norm")},
+        **{f"layers.0.{name}_layernorm.weight": torch.ones(hidden) for name in ("input", "post_attention")},
+    }
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "dflash_config": {"mask_token_id": 2, "target_layer_ids": [values["num_hidden_layers"] - 2]},
+        **{name: values[name] for name in _OF_TARGET},
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = {name: one.to(stored["lm_head.weight"].dtype).contiguous() for name, one in weights.items()}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+_OF_TARGET = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("vocab_size", "max_position_embeddings"),
+)
+
+
 def vision_model(folder: Path) -> Path:
     """Qwen2-VL, with positions of three dimensions. Its images need no torchvision, only its import does."""
     import transformers
@@ -171,8 +226,8 @@ def _name_tokens(folder: Path, names: tuple[str, ...]) -> None:
     path.write_text(json.dumps(tokenizer))
 
 
-def drafting_hybrid(folder: Path) -> Path:
-    """Qwen3.5 with a draft layer (MTP). Most tokens follow from the one before: six of them are a circle.
+def drafting_hybrid(folder: Path, circle: int = 6) -> Path:
+    """Qwen3.5 with a draft layer (MTP). Most tokens follow from the one before: ``circle`` of them are a circle.
 
     So n-grams come again, and no rounding decides between two tokens. What the layers add is in the log-probabilities.
     """
@@ -180,8 +235,8 @@ def drafting_hybrid(folder: Path) -> Path:
     weights = load_file(folder / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
     embedding *= 12
-    tokens = torch.arange(len(embedding) // 6 * 6)
-    follows = tokens // 6 * 6 + (tokens + 1) % 6
+    tokens = torch.arange(len(embedding) // circle * circle)
+    follows = tokens // circle * circle + (tokens + 1) % circle
     direction = torch.nn.functional.normalize(embedding[tokens].float())
     weights["lm_head.weight"][follows] += direction.to(embedding.dtype)
     weights |= _draft_layer(weights, embedding.shape[1])

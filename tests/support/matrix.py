@@ -34,7 +34,8 @@ _GEOMETRY: Mapping[str, str] = MappingProxyType(
         "cells that are not one token of one head (NVFP4, B12X, ROCM_ATTN, shuffled ROCm caches)": _REFUSED,
         "layers with a state (Mamba2, gated delta net) beside attention": "refused below 0.28; both layouts, from 0.29 "
         "on non-contiguous; served with 0.28 and 0.30",
-        "states and speculative decoding": "MTP, ngram and EAGLE with Qwen3-Next and Qwen3.5 and 0.33; others refused",
+        "states and speculative decoding": "MTP, ngram, EAGLE and DFlash with Qwen3-Next and Qwen3.5 and 0.33; others "
+        "refused",
         "a state kept at every block boundary (--mamba-cache-mode all)": _REFUSED,
         "peers with states and different tensor-parallel sizes": f"{_MULTIPLES}; a Mamba2 model whose configuration "
         "does not tell its groups is refused",

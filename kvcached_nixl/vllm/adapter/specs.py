@@ -150,13 +150,12 @@ def unserved_states(specs: Iterable[Any], vllm_config: Any) -> list[tuple[str, s
         is_shown = drafts.method in _DRAFTING and model.startswith(_WITH_DRAFTS) and installed_has(HASHES_AHEAD)
         if not is_shown:
             found = f"--speculative-config with method {drafts.method} for {model}, which keeps states"
-            refused.append(
-                (found, "Qwen3-Next or Qwen3.5 with MTP, ngram or EAGLE and vLLM 0.33, or no speculative decoding")
-            )
+            served = "Qwen3-Next or Qwen3.5 with MTP, ngram, EAGLE or DFlash and vLLM 0.33"
+            refused.append((found, f"{served}, or no speculative decoding"))
     return refused
 
 
-_WITH_DRAFTS, _DRAFTING = ("Qwen3Next", "Qwen3_5"), ("mtp", "ngram", "eagle")
+_WITH_DRAFTS, _DRAFTING = ("Qwen3Next", "Qwen3_5"), ("mtp", "ngram", "eagle", "dflash")
 """Models with states, and methods, that were compared with stock."""
 WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Methods that draft from tokens alone, or with heads on the last token's hidden states: no attention, so no KV."""

@@ -540,7 +540,8 @@ def test_what_would_make_a_state_the_wrong_one_is_refused(
         ("mtp", "Qwen3_5ForCausalLM", False, False),
         ("ngram", "Qwen3NextForCausalLM", True, True),
         ("eagle", "Qwen3NextForCausalLM", True, True),
-        ("dflash", "Qwen3NextForCausalLM", True, False),
+        ("dflash", "Qwen3NextForCausalLM", True, True),
+        ("dspark", "Qwen3NextForCausalLM", True, False),
         ("mtp", "KimiLinearForCausalLM", True, False),
     ],
 )
