@@ -197,8 +197,11 @@ def model_facts(config: Any) -> dict[str, object]:
     speculative = config.speculative_config
     if keeps_draft_kv(speculative):
         draft = speculative.draft_model_config
-        drafted = "-" if draft is None else f"{checksum_of(draft.hf_config.to_dict())} {draft.dtype}"
-        facts["drafts"] = f"{speculative.method} {drafted}"
+        drafted = ["-"] if draft is None else [checksum_of(draft.hf_config.to_dict()), draft.dtype]
+        if draft is not None:
+            # vLLM builds it under its own configuration, or under the model's.
+            drafted += [_long_rope(draft.hf_text_config, one.max_model_len) for one in (draft, model)]
+        facts["drafts"] = " ".join(map(str, (speculative.method, *drafted)))
     return facts
 
 
@@ -219,7 +222,7 @@ def _of_longest_prompt(model: Any) -> dict[str, object]:
     """What a model computes otherwise if the engine allows long prompts (--max-model-len), and its configuration does
     not say."""
     text, tunes = model.hf_text_config, "attn_temperature_tuning"
-    facts: dict[str, object] = {"rope": _long_rope(model)}
+    facts: dict[str, object] = {"rope": _long_rope(text, model.max_model_len)}
     if hasattr(text, tunes):
         # ``models/llama4.py``: Llama 4 writes it into a copy of its text's configuration.
         chosen = {**private(model, "try_get_generation_config")(), **private(model, "override_generation_config")}
@@ -227,19 +230,19 @@ def _of_longest_prompt(model: Any) -> dict[str, object]:
     return facts
 
 
-def _long_rope(model: Any) -> str:
-    """Which rotary angles a longrope model uses: it has others if the engine allows prompts longer than the original
-    maximum.
-    """
-    text = model.hf_text_config
+def _long_rope(text: Any, max_model_len: int) -> str:
+    """Which rotary angles a model uses: one with longrope has others if the engine allows prompts longer than the
+    original maximum, and dynamic ones that know how long they were trained may follow from the longest prompt."""
     turns = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if "max_trained_positions" in str(turns):
+        return str(max_model_len)
     if "longrope" not in str(turns) and "'su'" not in str(turns):
         return "-"
     made_for = getattr(text, "original_max_position_embeddings", None)
     # Kinds of layers may have turns of their own.
     kinds = [one for one in (turns, *turns.values()) if isinstance(one, Mapping)]
     limits: set[int] = {made_for or one.get("original_max_position_embeddings", 0) for one in kinds}
-    return " ".join("long" if model.max_model_len > one else "short" for one in sorted(limits))
+    return " ".join("long" if max_model_len > one else "short" for one in sorted(limits))
 
 
 def _own_code(models: Iterable[Any]) -> str:

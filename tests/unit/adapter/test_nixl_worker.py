@@ -434,11 +434,13 @@ def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any]) -> None:
 
 
 def test_drafts_that_compute_kv_are_a_fact() -> None:
-    def drafting(**values: Any) -> dict[str, str]:
-        draft = SimpleNamespace(hf_config=config_of(**values), dtype="bf16", model="d")
-        return dict(worker(speculative=SimpleNamespace(method="eagle", draft_model_config=draft)).facts)
+    def drafting(longest: int = 4096, **values: Any) -> str:
+        config = config_of(**values)
+        draft = SimpleNamespace(hf_config=config, hf_text_config=config, dtype="bf16", model="d", max_model_len=longest)
+        return dict(worker(speculative=SimpleNamespace(method="eagle", draft_model_config=draft)).facts)["drafts"]
 
-    assert drafting(layers=1)["drafts"] != drafting(layers=2)["drafts"] and "drafts" not in dict(worker().facts)
+    assert drafting(layers=1) != drafting(layers=2) and "drafts" not in dict(worker().facts)
+    assert drafting(8192) == drafting() and drafting(8192, rope_parameters=LONG) != drafting(rope_parameters=LONG)
 
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
@@ -457,6 +459,14 @@ def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles(
     rope = {"hf_text_config": config_of(**named)}
     assert worker(max_model_len=4096, **rope).facts != worker(max_model_len=8192, **rope).facts
     assert worker(max_model_len=6000, **rope).facts == worker(max_model_len=8192, **rope).facts
+
+
+def test_angles_that_follow_from_the_longest_prompt_are_a_fact() -> None:
+    """``DynamicNTKScalingRotaryEmbedding``: MiniMax-M2 and PLaMo 3 pass --max-model-len to it."""
+    trained = {"rope_type": "dynamic", "factor": 2.0, "max_trained_positions": 2048}
+    for turns, differ in ((trained, True), ({"rope_type": "dynamic", "alpha": 1000.0}, False)):
+        one, other = (worker(max_model_len=n, hf_text_config=config_of(rope_parameters=turns)) for n in (4096, 8192))
+        assert (one.facts != other.facts) is differ
 
 
 TUNED = {"attn_temperature_tuning": True}
