@@ -26,6 +26,7 @@ class Request(Protocol):
             not. Asked only of requests of prefill, where layers keep states.
         ends_in_media: its prompt's last token belongs to an image, a sound, ...
         is_session: more input may follow after what it has generated: its prompt is then not its whole input.
+        awaits_grammar: vLLM begins it when the grammar of its structured output is compiled.
         is_stand_in: vLLM added it in place of a rejected request: its prompt is not known, and it is aborted at once.
         computes_prompt: it needs an output for each token of its prompt, so that must be computed here in full.
         adapter: the engine's number of the LoRA adapter that it is computed with; 0 for none.
@@ -44,6 +45,7 @@ class Request(Protocol):
     whole_because: str
     ends_in_media: bool
     is_session: bool
+    awaits_grammar: bool
     is_stand_in: bool
     computes_prompt: bool
     adapter: int

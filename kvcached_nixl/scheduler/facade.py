@@ -147,7 +147,9 @@ class SchedulerFacade:
         if not self._accepts_params:
             request.refuse_prefill()
         self.fetching.arrived(request)
-        self.offering.arrived(request)
+        # Nobody would fetch what a client of a decode server has offered.
+        if self._accepts_params or self.engine.stock.is_producer:
+            self.offering.arrived(request)
         return may_hold and self.asking.arrived(request)
 
     def outdate_renamed(self) -> None:

@@ -55,6 +55,7 @@ __all__ = [
     "RemotePrefill",
     "asks",
     "cached_tokens_in",
+    "is_of_transfer",
     "name_of",
     "offered_tokens_in",
     "prefill_params",
@@ -72,6 +73,7 @@ HEADROOM_KEY = "kvcached_nixl_headroom"
 """``queued_tokens`` of the engine that answers; see `wire.headroom`."""
 MAX_REQUEST_ID = 1000
 """Less than an `Identifier` may have: the ids of one request on the two sides may differ by a few characters."""
+_TRANSFER = "transfer:"
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 
 
@@ -244,10 +246,15 @@ def name_of(params: Mapping[str, Any], request_id: str) -> str:
     return _name_of(_model(params), request_id)
 
 
+def is_of_transfer(name: str) -> bool:
+    """Whether a name is a ``transfer_id``, and not made from a request id."""
+    return name.startswith(_TRANSFER)
+
+
 def _name_of(names: KvTransferParams, request_id: str) -> str:
     # Different prefixes, so that no transfer_id ever equals a name made from a request id.
     if names.transfer_id is not None:
-        return f"transfer:{names.transfer_id}"
+        return f"{_TRANSFER}{names.transfer_id}"
     theirs = names.remote_request_id
     if names.manifest is not None:
         request_id = names.manifest.request_id

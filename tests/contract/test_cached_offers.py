@@ -100,6 +100,14 @@ def test_nothing_is_kept_for_a_peer_that_waits_no_longer(pair: tuple[Node, Node]
     assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.offering.kept.num_kept
 
 
+def test_nothing_is_looked_up_for_a_peer_that_has_left(pair: tuple[Node, Node]) -> None:
+    """Peers that look up faster than one thread hashes would all get their answers too late."""
+    prefill, _ = pair
+    computed(prefill)
+    answer = looked_up(core_around(prefill), prompt(0, PROMPT), CACHED, most_seconds=1e-9)
+    assert answer.result()[CACHED_TOKENS_KEY] == 0
+
+
 def test_what_another_adapter_of_that_name_has_computed_is_not_offered(pair: tuple[Node, Node], tmp_path: Path) -> None:
     """Its blocks are cached under the name. An API server that loads another one tells the engine only of that."""
     prefill, _ = pair

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.flow_asking import DIRECTIONS, OTHER, POLICIES, PULL, Asks, is_fetched, prompt
+from support.flow_asking import DIRECTIONS, OTHER, POLICIES, PULL, PUSH, Asks, is_fetched, prompt
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
 from support.flow_pair import PROMPT, is_computed, kind
@@ -481,6 +481,41 @@ def test_two_that_ask_each_other(mode: str, recomputes: bool, num_blocks: int) -
     assert all(one.status.is_finished for one in found)
     assert num_blocks < 100 or (all(map(is_fetched, found)) and not pair.causes())
     pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+
+
+@DIRECTIONS
+def test_a_client_of_decode_keeps_no_blocks_there(mode: str) -> None:
+    """It sends what a decode server sends to prefill."""
+    pair = Asks(mode)
+    pair.cluster.answers_at_once = True
+    found = [pair.ask_decode({"do_remote_decode": True}, prompt(seed)) for seed in range(4)]
+    pair.settle()
+    assert all(map(is_computed, found)) and not pair.decode.handover.offering.kept.num_kept
+
+
+def test_a_full_decode_engine_costs_another_one_nothing() -> None:
+    """Push. It leaves as much KV waiting as a step of prefill computes. The other one registers for a prompt at once,
+    and for others only after the answer, because prefill has something to compute then."""
+    pair = Asks(PUSH, num_blocks=40)
+    object.__setattr__(pair.prefill.handover.engine.stock, "max_num_batched_tokens", len(PROMPT))
+    other = pair.cluster.engine("b", kind(asks=("p",), num_blocks=40))
+    pair.cluster.answers_at_once = True
+    known = pair.ask_decode(None, prompt(20), engine=other)
+    left = [pair.arrives(prompt(seed)) for seed in (1, 2)]
+    pair.decode.admits = False
+    pair.pass_time(5.0)
+    assert is_fetched(known) and pair.prefill.handover.offering.kept.is_left_waiting
+    begun = pair.clock.now_seconds()
+    found = [pair.ask_decode(None, prompt(3), engine=other)]
+    other.handover.ask()
+    while not pair.prefill.workers[0].registry.writer.tasks:
+        pair.round()
+    found += [pair.ask_decode(None, prompt(seed), engine=other) for seed in (4, 5)]
+    other.handover.ask()
+    while not all(one.status.is_finished for one in found):
+        pair.pass_time(1.0)
+    assert all(map(is_fetched, found)) and pair.clock.now_seconds() < begun + 10
+    assert not any(one.status.is_finished for one in left)
 
 
 @DIRECTIONS

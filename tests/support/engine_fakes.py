@@ -51,6 +51,7 @@ class Asked:
     num_media: int = 0
     lacks_media: bool = False
     is_session: bool = False
+    awaits_grammar: bool = False
     is_stand_in: bool = False
     whole_because: str = ""
     ends_in_media: bool = False

@@ -109,6 +109,7 @@ class Request:
     priority: float = 0
     computes_prompt: bool = False
     is_session: bool = False
+    awaits_grammar: bool = False
     is_stand_in: bool = False
     adapter: int = 0
     num_media: int = 0
@@ -476,6 +477,7 @@ class Engine:
             groups=kv_groups(shape.block_size, drops_blocks=kind.drops_blocks),
             recomputes=kind.recomputes,
             max_num_batched_tokens=kind.most_unclaimed_tokens,
+            is_producer=kind.is_asked or not kind.asks,
             spans=cluster.spans,
         )
         allocation_seconds = kind.allocation_seconds or self.settings.handover_timeout_seconds

@@ -96,7 +96,9 @@ class Asking:
         if not self.servers.all or asks(request.params, "do_remote_decode"):
             return False
         is_short = request.num_prompt_tokens <= self._block_tokens
-        question = None if is_short else request.question
+        # Prefill computes it to its end, which leaves no state that decode could go on from.
+        is_left_whole = self._engine.groups.have_states and request.ends_in_media
+        question = None if is_short or is_left_whole else request.question
         if question is None:
             self.figures.computed[Computed.SHORT if is_short else Computed.NOT_ASKABLE] += 1
             return False
@@ -340,6 +342,10 @@ class Asking:
 
     def _go_on(self, wanted: Wanted, params: Mapping[str, Any]) -> None:
         wanted.stage = Stage.FETCHING
+        if wanted.request.awaits_grammar:
+            # vLLM begins it when that is compiled, which may be never: equal ones do not wait for it.
+            self._queue.land(wanted, is_cached=False)
+            wanted.prefix = None
         self._engine.blocks.release(wanted.request.request_id, params)
         self._fetching.arrived(wanted.request, computes=not self._is_required)
 

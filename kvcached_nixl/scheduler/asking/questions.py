@@ -119,31 +119,34 @@ class Questions:
 
     def _failed(self, number: int, outcome: Outcome) -> tuple[Wanted, Found]:
         wanted = self.asked[number]
+        outcome = self._servers.judged(wanted.tried[-1], outcome)
         self.close(wanted, outcome.ended)
-        self._charge(wanted, outcome)
+        self._charge(wanted, outcome, may_be_adapter=outcome.is_final)
         return wanted, outcome
 
     def lost(self, wanted: Wanted, failure: HandOverFailed) -> Outcome:
         """The KV of a request that goes on does not come."""
         outcome = Outcome(str(failure), is_of_server=failure.cause in _OF_SERVER)
         self.close(wanted, outcome.ended)
-        # One adapter that differs says nothing of the others, nor of the base model.
-        is_of_adapter = failure.cause is FailureCause.DIGEST and bool(wanted.question.adapter)
-        if outcome.is_of_server or (failure.cause in _OF_PREFILL and not is_of_adapter):
-            self._charge(wanted, outcome)
+        if outcome.is_of_server or failure.cause in _OF_PREFILL:
+            self._charge(wanted, outcome, may_be_adapter=failure.cause is FailureCause.DIGEST)
         return outcome
 
-    def _charge(self, wanted: Wanted, outcome: Outcome) -> None:
+    def _charge(self, wanted: Wanted, outcome: Outcome, *, may_be_adapter: bool) -> None:
         *before, server = wanted.tried
-        # A prompt that fails twice is one prompt: with another one like it, a server that is well would rest.
-        if outcome.is_of_server or server not in before:
+        # One adapter that a server lacks, or that differs, says nothing of the others, nor of the base model. A prompt
+        # that fails twice is one prompt: with another one like it, a server that is well would rest.
+        is_of_adapter = may_be_adapter and bool(wanted.question.adapter)
+        if outcome.is_of_server or not (is_of_adapter or server in before):
             self._servers.failed(server, outcome)
 
     def learn(self, wanted: Wanted, outcome: Outcome) -> None:
         """A request has no use of the server that was asked for it."""
         wanted.outcome = outcome
         wanted.num_lost += outcome.has_prompt
-        if outcome.is_busy or (outcome.is_of_server and self._is_required and wanted.num_lost <= MOST_LOST):
+        if outcome.is_busy:
+            wanted.tried.pop()
+        elif outcome.is_of_server and self._is_required and wanted.num_lost <= MOST_LOST:
             wanted.tried.clear()
 
     def has_tries(self, wanted: Wanted) -> bool:

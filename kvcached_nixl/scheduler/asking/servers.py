@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill
@@ -42,7 +44,7 @@ FRESH_SECONDS = 5.0
 MOST_DOUBTS = 16
 """Answers of one engine in a row after which it counts as the only one behind a URL, where others have answered."""
 VAIN_SILENCES = 10
-"""Times ``silence_seconds`` that a server which is well, and answers nobody, is waited for."""
+"""Times ``silence_seconds`` that a server which is well, or busy, and answers nobody, is waited for."""
 MOST_HASHES = 65_536
 STRIDE = 4
 """Of every so many blocks the hash of one is remembered."""
@@ -65,6 +67,7 @@ class Server:
         refused_seconds: when it has refused a prompt last.
         last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
         checked_seconds: when it was asked last whether it is well.
+        busy_since_seconds: when it said first to be busy, and has answered nobody since; 0 if it did not.
         queued_tokens: tokens of all prompts in its queue, as it has said at ``queued_seconds``.
         is_own: it is this engine's own server, as far as its last answer says.
         has_clients: it may have clients of its own, as far as it has said.
@@ -85,6 +88,7 @@ class Server:
     refused_seconds: float = 0.0
     last_sign_seconds: float = 0.0
     checked_seconds: float = 0.0
+    busy_since_seconds: float = 0.0
     queued_tokens: int = 0
     queued_seconds: float = 0.0
     is_own: bool = False
@@ -232,7 +236,7 @@ class Servers:
         """A server has answered with parameters, and says what is in its queue. Returns the questions whose answers are
         not waited for any longer, since it has answered a much later one."""
         now = server.last_sign_seconds = self.clock.now_seconds()
-        server.num_refused = 0
+        server.num_refused, server.busy_since_seconds = 0, 0.0
         server.queued_tokens, server.queued_seconds = queued_tokens, now
         last_seconds = now - VAIN_SILENCES * self._silence_seconds
         return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
@@ -241,6 +245,16 @@ class Servers:
         if server.failure is not None:
             logger.info("Prefill server %s serves again", server)
         server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0
+
+    def judged(self, server: Server, outcome: Outcome) -> Outcome:
+        """What to make of an outcome: a server that is busy for too long, and answers nobody meanwhile, is a balancer
+        that has none behind it."""
+        if not outcome.is_busy:
+            return outcome
+        now = self.clock.now_seconds()
+        server.busy_since_seconds = server.busy_since_seconds or now
+        is_vain = now >= server.busy_since_seconds + VAIN_SILENCES * self._silence_seconds
+        return msgspec.structs.replace(outcome, is_busy=not is_vain)
 
     def failed(self, server: Server, failure: Outcome) -> None:
         """A server has not answered with KV. That says nothing of its engine: an API server refuses without it."""

@@ -232,6 +232,11 @@ class RequestView:
             found[begin : begin + int(one.mm_position.length)] = False
         return bool(found.any())
 
+    @property
+    def awaits_grammar(self) -> bool:
+        structured = self.request.structured_output_request
+        return structured is not None and not private(structured, "is_grammar_ready")
+
     def refuse_prefill(self) -> None:
         if (self.params or {}).get("do_remote_prefill"):
             self.request.kv_transfer_params = None

@@ -232,22 +232,30 @@ class _LookUps:
             most_seconds: how long the peer waits for the answer. Half of that is left for the step before it.
         """
         answer: Future[dict[str, Any]] = Future()
-        until_seconds = time.monotonic() + most_seconds / 2
-        self._looker.submit(self._look_up, answer, least_tokens, until_seconds, token_ids, request_id, adapter, salt)
+        begun = time.monotonic(), most_seconds
+        self._looker.submit(self._look_up, answer, least_tokens, *begun, token_ids, request_id, adapter, salt)
         return answer
 
     def _look_up(
-        self, answer: Future[dict[str, Any]], least_tokens: int, until_seconds: float, *of_request: Any
+        self,
+        answer: Future[dict[str, Any]],
+        least_tokens: int,
+        begun_seconds: float,
+        most_seconds: float,
+        *of_request: Any,
     ) -> None:
         try:
             blocks, (side, *_) = blocks_of(self._core.scheduler), bound_sides(self._core.scheduler)
+            # Others wait for this thread.
+            has_left = 0 < most_seconds < time.monotonic() - begun_seconds
             # While the engine is paused, what is cached is of no use to others.
-            if not (blocks.caches_prefixes and blocks.admits):
+            if has_left or not (blocks.caches_prefixes and blocks.admits):
                 answer.set_result(side.look_up(0))
                 return
             request = self._request(*of_request)
             num_tokens = blocks.num_cached_tokens_of(request)
             if 0 < least_tokens <= num_tokens:
+                until_seconds = begun_seconds + most_seconds / 2
                 side.call_soon(functools.partial(self._offer, answer, until_seconds, request, num_tokens))
             else:
                 answer.set_result(side.look_up(num_tokens))

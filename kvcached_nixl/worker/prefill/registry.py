@@ -18,6 +18,7 @@ from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import EXTENSION, INTERVAL, Peer, Reading, Release
+from kvcached_nixl.wire.params import is_of_transfer
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
 from kvcached_nixl.worker.prefill.writer import Writer
@@ -118,11 +119,12 @@ class OfferRegistry:
     def await_claim(self, request_id: PrefillRequestId, number: int) -> None:
         """Prefill has not begun this request, and does so when that is marked as claimed: a rank of decode has
         registered for it, or needs nothing of it any more. At once if decode is asked only after prefill has answered:
-        the last registration named a request that had ended. Called again for one that decode may no longer want."""
+        the last registration with such a name was for a request that had ended. Called again for one that decode may no
+        longer want."""
         offer = self._matcher.offers.get(request_id)
         if (
-            not self.writer.is_asked_at_once
-            or offer is None
+            offer is None
+            or is_of_transfer(offer.update.name) not in self.writer.asked_at_once
             or offer.write_tasks
             or offer.settled
             or offer.stopped

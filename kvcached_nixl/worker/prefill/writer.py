@@ -29,6 +29,7 @@ from kvcached_nixl.wire.messages import (
     encode,
     heartbeats,
 )
+from kvcached_nixl.wire.params import is_of_transfer
 from kvcached_nixl.worker.geometry.descriptors import Descriptors
 from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher, WriteKey, WriteTask
 from kvcached_nixl.worker.prefill.source import FromBlocks, Staged
@@ -56,7 +57,8 @@ class Writer(PeerListener):
 
     Attributes:
         tasks: registrations that are not finished.
-        is_asked_at_once: whether the last one came without the request's id, and so without prefill's answer.
+        asked_at_once: whether names are of transfers (`is_of_transfer`), if the last registration with such a name came
+            without the request's id, and so without prefill's answer. Decode that asks does so for some prompts.
         num_final: last WRITEs of registrations that have not ended; decode waits for nothing else.
     """
 
@@ -73,7 +75,7 @@ class Writer(PeerListener):
         self.num_final = 0
         self._unmatched_seconds = context.settings.handover_timeout_seconds
         self.tasks: dict[WriteKey, WriteTask] = {}
-        self.is_asked_at_once = False
+        self.asked_at_once: frozenset[bool] = frozenset()
         self._finished, self._failed = RecentSet[WriteKey](), RecentSet[WriteKey]()
         self._stuck = Deadlines[WriteKey]()
         self._renew_seconds = min(RENEW_SECONDS, INTERVAL * self._unmatched_seconds)
@@ -86,7 +88,8 @@ class Writer(PeerListener):
             self._context.dropped["doubled or late registration"] += 1
             return
         task = self.tasks[key] = WriteTask(agent, registration, next_token=registration.begin_token)
-        self.is_asked_at_once = not registration.request_id
+        kind = frozenset({is_of_transfer(registration.name)})
+        self.asked_at_once = self.asked_at_once - kind if registration.request_id else self.asked_at_once | kind
         # Later than the matcher's deadline, so that a missing request is reported as that.
         self._stuck[key] = now + self._unmatched_seconds + PROBE_SECONDS
         self._renewed[key] = now + self._renew_seconds

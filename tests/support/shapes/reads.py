@@ -215,8 +215,9 @@ READS = (
         "request_id client_index status num_prompt_tokens num_computed_tokens prompt_token_ids prompt_embeds "
         "mm_features lora_request block_hashes _block_hasher cache_salt kv_transfer_params skip_reading_prefix_cache "
         "num_preemptions resumable streaming_queue trace_headers is_finished get_finished_reason prefill_stats "
-        "prompt_is_token_ids abort_immediately",
+        "prompt_is_token_ids abort_immediately structured_output_request",
     ),
+    _of("vllm.v1.structured_output.request", "StructuredOutputRequest", "is_grammar_ready"),
     _of(
         "vllm.v1.request",
         "RequestStatus",

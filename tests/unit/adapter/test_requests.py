@@ -40,6 +40,7 @@ def view(reads: RequestReader | None = None, **fields: Any) -> RequestView:
         "skip_reading_prefix_cache": False,
         "resumable": False,
         "trace_headers": None,
+        "structured_output_request": None,
     }
     return (reads or reader())(SimpleNamespace(**made | fields))
 
@@ -346,3 +347,9 @@ def test_a_server_that_a_client_names_is_forgotten(params: Any, caplog: pytest.L
     is_named = bool((params or {}).get("do_remote_prefill"))
     assert found.params == (None if is_named else params)
     assert ("accept_kv_transfer_params" in caplog.text) is is_named
+
+
+@pytest.mark.parametrize(("structured", "awaits"), [(None, False), (True, False), (False, True)])
+def test_a_grammar_is_awaited_until_it_is_compiled(structured: bool | None, awaits: bool) -> None:
+    found = None if structured is None else SimpleNamespace(is_grammar_ready=structured)
+    assert view(structured_output_request=found).awaits_grammar is awaits

@@ -48,12 +48,15 @@ class Request:
     priority: int = 0
     can_be_asked: bool = True
     params: Any = None
+    adapter: str = ""
+    awaits_grammar: bool = False
+    ends_in_media: bool = False
 
     @property
     def question(self) -> Question | None:
         """As vLLM's: not twice, since it has the parameters of the first answer then."""
         could, self.can_be_asked = self.can_be_asked, False
-        return Question(self.request_id, range(self.num_prompt_tokens)) if could else None
+        return Question(self.request_id, range(self.num_prompt_tokens), self.adapter) if could else None
 
 
 @dataclass
