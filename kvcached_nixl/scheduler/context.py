@@ -17,8 +17,6 @@ from kvcached_nixl.wire.kv_groups import KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Step, WakeAddress, report_numbers
 
-__all__ = ["ANY_ADAPTER", "AllRanks", "EngineContext", "StockScheduler", "is_meant"]
-
 ANY_ADAPTER = -1
 """In place of a LoRA adapter's number: any adapter."""
 

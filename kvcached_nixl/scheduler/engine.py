@@ -14,8 +14,6 @@ from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.question import Question
 from kvcached_nixl.wire.step import BlockIds
 
-__all__ = ["BlockPool", "Progress", "Reader", "Request"]
-
 
 class Request(Protocol):
     """One request in vLLM's scheduler.

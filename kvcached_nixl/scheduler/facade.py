@@ -37,8 +37,6 @@ from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADRO
 from kvcached_nixl.wire.step import FAILING, BlockIds, FetchSpec, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Timeline
 
-__all__ = ["SchedulerFacade", "build_scheduler"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 STOCK_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"

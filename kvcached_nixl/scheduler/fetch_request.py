@@ -27,8 +27,6 @@ from kvcached_nixl.wire.messages import draw_attempt, is_nameable
 from kvcached_nixl.wire.params import FetchParams
 from kvcached_nixl.wire.step import BlockIds, LeaseRenewal, UnneededOffer
 
-__all__ = ["FetchAttempts", "FetchRequest"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 

@@ -23,8 +23,6 @@ from kvcached_nixl.wire.params import asks, prefill_params, read_offer
 from kvcached_nixl.wire.step import BlockIds, Finish, OfferUpdate, Preempt, Revocation, Revoke, Stop
 from kvcached_nixl.wire.timeline import State
 
-__all__ = ["OfferRequest", "PrefillOffers"]
-
 
 @dataclass(eq=False)
 class OfferRequest:

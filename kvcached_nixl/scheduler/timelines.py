@@ -19,8 +19,6 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FAILED, STARVED, FailureCause, HandOverFailed
 from kvcached_nixl.wire.timeline import Lasted, State, Timeline
 
-__all__ = ["Failures", "Spans", "Timelines"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 

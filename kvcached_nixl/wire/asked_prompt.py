@@ -16,21 +16,6 @@ import msgspec
 
 from kvcached_nixl.wire.checked import Identifier
 
-__all__ = [
-    "ASKED_PATH",
-    "LEAST_TOKENS",
-    "LOOK_UP_PATH",
-    "MOST_BODY_BYTES",
-    "MOST_SECONDS",
-    "MOST_SENT_BYTES",
-    "WIDTHS",
-    "Data",
-    "Element",
-    "Feature",
-    "Prompt",
-    "Tensor",
-]
-
 ASKED_PATH = "v1/kvcached_nixl/prefill"
 LOOK_UP_PATH = "v1/kvcached_nixl/cached"
 """How many tokens of a prompt are cached, and their KV, if wanted: nothing is computed."""

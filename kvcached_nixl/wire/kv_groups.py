@@ -18,8 +18,6 @@ from enum import Enum
 from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.wire.manifest import BlockRange
 
-__all__ = ["FEWEST_TOKENS", "NULL_BLOCK_ID", "Keeps", "KVGroup", "KVGroups"]
-
 FEWEST_TOKENS = 3
 """Of a prompt whose states are handed over. Prefill computes one token less, and vLLM takes a request of one token for
 one that goes on: gated delta nets and linear attention then read the state that another request has left in its block

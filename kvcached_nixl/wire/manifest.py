@@ -19,8 +19,6 @@ import msgspec
 
 from kvcached_nixl.wire.checked import Count, Digest, Identifier, Incarnation, LogicalBlockNumber, Seconds, require
 
-__all__ = ["BlockRange", "Embeddings", "Manifest", "PROTOCOL", "digest_of"]
-
 _CHUNK_BYTES = 256 << 10
 
 

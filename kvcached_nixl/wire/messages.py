@@ -43,32 +43,6 @@ from kvcached_nixl.wire.checked import (
 )
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
 
-__all__ = [
-    "EXTENSION",
-    "INTERVAL",
-    "MAX_HEARTBEAT_BYTES",
-    "PREFIX",
-    "KernelBlockRange",
-    "Message",
-    "Peer",
-    "Reading",
-    "Registration",
-    "Release",
-    "StagingGrant",
-    "StagingRequest",
-    "Stopped",
-    "Withdrawal",
-    "Written",
-    "decode",
-    "draw_attempt",
-    "encode",
-    "heartbeats",
-    "is_heartbeat",
-    "is_nameable",
-    "is_ours",
-    "read_heartbeat",
-]
-
 PREFIX = f"KVNX{PROTOCOL}:".encode()
 """Starts each notification of this package but heartbeats. vLLM's start with ``HB:``, ``PUSH_REG:`` or a request id and
 a colon."""

@@ -44,25 +44,6 @@ from kvcached_nixl.wire.checked import (
 )
 from kvcached_nixl.wire.manifest import Manifest
 
-__all__ = [
-    "CACHED_TOKENS_KEY",
-    "HAS_CLIENTS_KEY",
-    "HEADROOM_KEY",
-    "MANIFEST_KEY",
-    "FetchParams",
-    "KvTransferParams",
-    "Malformed",
-    "RemotePrefill",
-    "asks",
-    "cached_tokens_in",
-    "name_of",
-    "offered_tokens_in",
-    "prefill_params",
-    "read_fetch",
-    "read_offer",
-    "require_one_role",
-]
-
 MANIFEST_KEY = "kvcached_nixl"
 CACHED_TOKENS_KEY = "remote_prefill_cached_tokens"
 """vLLM's own: from 0.31 on its API server reads it, too."""

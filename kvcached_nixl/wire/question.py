@@ -20,19 +20,6 @@ from kvcached_nixl.wire.asked_prompt import ASKED_PATH, Prompt, encode
 from kvcached_nixl.wire.headroom import Computed, Ended
 from kvcached_nixl.wire.params import HEADROOM_KEY, KvTransferParams, RemotePrefill
 
-__all__ = [
-    "MOST_ANSWER_BYTES",
-    "PATH",
-    "ROLE_HEADER",
-    "AskFailed",
-    "Outcome",
-    "Question",
-    "engine_in",
-    "plain_id",
-    "queued_tokens_in",
-    "read_answer",
-]
-
 PATH = "v1/completions"
 ROLE_HEADER = "X-Kvcached-Nixl-Role"
 """Of an answer that refuses a question for the server's role."""

@@ -24,30 +24,6 @@ from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.timeline import Lasted, Reported
 
-__all__ = [
-    "FAILING",
-    "ORDER",
-    "AwaitClaim",
-    "BlockIds",
-    "EndRenewal",
-    "FetchSpec",
-    "Finish",
-    "LeaseRenewal",
-    "OfferUpdate",
-    "Preempt",
-    "Report",
-    "Reports",
-    "Revocation",
-    "Revoke",
-    "Step",
-    "StepCommand",
-    "Stop",
-    "UnneededOffer",
-    "WakeAddress",
-    "Withdraw",
-    "report_numbers",
-]
-
 BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
 """Logical block ids per KV-cache group."""
 

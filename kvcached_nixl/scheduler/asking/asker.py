@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from kvcached_nixl.scheduler.asking.servers import Server
 
-__all__ = ["Asker"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 CONNECT_SECONDS = 5.0

@@ -39,8 +39,6 @@ from kvcached_nixl.wire.params import KvTransferParams, asks
 from kvcached_nixl.wire.question import Outcome
 from kvcached_nixl.wire.timeline import State
 
-__all__ = ["Asking"]
-
 MOST_PASSED = 16
 PASSING_SECONDS = 10.0
 """For how long others may be asked for before one that finds no room."""

@@ -20,8 +20,6 @@ from kvcached_nixl.wire.headroom import AskingFigures, Ended
 from kvcached_nixl.wire.params import HAS_CLIENTS_KEY, cached_tokens_in, offered_tokens_in
 from kvcached_nixl.wire.question import Outcome, Question, engine_in, queued_tokens_in
 
-__all__ = ["Questions"]
-
 MOST_TRIES = 2
 MOST_LOST = 2
 """Servers that may end with a prompt before it is taken for the reason."""
