@@ -14,7 +14,7 @@ import itertools
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -244,10 +244,13 @@ class Preempt(_Command, frozen=True):
 
 
 StepCommand: TypeAlias = (
+    # First: no message of a peer that is handled after it finds the offer.
     Revoke
+    # In this order: a request may arrive and end between two steps.
     | LeaseRenewal
     | EndRenewal
     | FetchSpec
+    # Before `Stop`: of a request that has arrived and was aborted since, both are told.
     | OfferUpdate
     | AwaitClaim
     | Withdraw
@@ -256,23 +259,7 @@ StepCommand: TypeAlias = (
     | Finish
     | Stop
 )
-
-ORDER: tuple[type[StepCommand], ...] = (
-    # First: no message of a peer that is handled after it finds the offer.
-    Revoke,
-    # In this order: a request may arrive and end between two steps.
-    LeaseRenewal,
-    EndRenewal,
-    FetchSpec,
-    # Before `Stop`: of a request that has arrived and was aborted since, both are told.
-    OfferUpdate,
-    AwaitClaim,
-    Withdraw,
-    UnneededOffer,
-    Preempt,
-    Finish,
-    Stop,
-)
+ORDER: tuple[type[StepCommand], ...] = get_args(StepCommand)
 """The order in which workers take in the commands of one step, whatever the order in which they were told. An
 `OfferUpdate` with tokens follows when the step was launched on the device, and then the request's `Finish`."""
 
