@@ -18,7 +18,7 @@ import numpy as np
 
 from kvcached_nixl.wire.asked_prompt import ASKED_PATH, Prompt, encode
 from kvcached_nixl.wire.headroom import Computed, Ended
-from kvcached_nixl.wire.params import HEADROOM_KEY, KvTransferParams, RemotePrefill
+from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill, params_to_prefill
 
 PATH = "v1/completions"
 ROLE_HEADER = "X-Kvcached-Nixl-Role"
@@ -69,7 +69,7 @@ class Question:
             "prompt": self.token_ids,
             "max_tokens": 1,
             "temperature": 0.0,
-            "kv_transfer_params": msgspec.to_builtins(KvTransferParams.for_prefill(self.transfer_id or None)),
+            "kv_transfer_params": params_to_prefill(self.transfer_id),
         }
         if self.priority:
             found["priority"] = self.priority

@@ -45,7 +45,7 @@ from kvcached_nixl.wire.asked_prompt import (
     MOST_SECONDS,
     decode,
 )
-from kvcached_nixl.wire.params import KvTransferParams
+from kvcached_nixl.wire.params import params_to_prefill
 
 MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
 """Of all requests whose prompts are not computed yet."""
@@ -133,7 +133,7 @@ async def _computed(body: bytearray, request: Any) -> Any:
     executor = private(renderer, "_mm_executor")
     prompt = await loop.run_in_executor(executor, engine_prompt, asked, renderer, client.model_config)
     headers = {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
-    wishes = msgspec.to_builtins(KvTransferParams.for_prefill(asked.transfer_id))
+    wishes = params_to_prefill(asked.transfer_id or "")
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": wishes})
     found = None
     async for output in client.generate(

@@ -19,9 +19,10 @@ from kvcached_nixl.wire.params import (
     MANIFEST_KEY,
     MAX_REQUEST_ID,
     FetchParams,
-    KvTransferParams,
     RemotePrefill,
     name_of,
+    params_to_decode,
+    params_to_prefill,
     prefill_params,
     read_fetch,
     read_offer,
@@ -349,8 +350,8 @@ def test_what_nobody_knows_passes_whatever_it_is() -> None:
 
 
 def test_where_both_are_asked_at_once_they_meet_under_one_name() -> None:
-    to_prefill = json.loads(msgspec.json.encode(KvTransferParams.for_prefill("t")))
-    to_decode = json.loads(msgspec.json.encode(KvTransferParams.for_decode(PREFILL, "t")))
+    to_prefill = params_to_prefill("t")
+    to_decode = params_to_decode(PREFILL, "t")
     found = read(to_decode, may_rendezvous=True)
     assert found.prefill == PREFILL and found.name == read_offer(to_prefill, "cmpl-other")
     # Stock vLLM reads both roles.
