@@ -18,8 +18,16 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.asked_prompt import LEAST_TOKENS, LOOK_UP_PATH, MOST_SECONDS
-from kvcached_nixl.wire.question import MOST_ANSWER_BYTES, AskFailed, Outcome, Question, read_answer
+from kvcached_nixl.wire.question import (
+    LEAST_TOKENS,
+    LOOK_UP_PATH,
+    MOST_ANSWER_BYTES,
+    MOST_SECONDS,
+    AskFailed,
+    Outcome,
+    Question,
+    read_answer,
+)
 
 if TYPE_CHECKING:
     import aiohttp

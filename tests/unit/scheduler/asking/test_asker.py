@@ -20,9 +20,17 @@ from support.transports import until
 from kvcached_nixl.scheduler.asking import asker as module
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.servers import Server
-from kvcached_nixl.wire.asked_prompt import ASKED_PATH, LOOK_UP_PATH, Prompt, Tensor
-from kvcached_nixl.wire.asked_prompt import decode as decode_prompt
-from kvcached_nixl.wire.question import PATH, ROLE_HEADER, Outcome, Question
+from kvcached_nixl.wire.question import (
+    ASKED_PATH,
+    LOOK_UP_PATH,
+    PATH,
+    ROLE_HEADER,
+    Outcome,
+    Prompt,
+    Question,
+    Tensor,
+    decode_prompt,
+)
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
 NESTED = b'{"a":' * 10_000 + b"1" + b"}" * 10_000
