@@ -13,7 +13,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import BlockPool, Reader
 from kvcached_nixl.scheduler.timelines import Failures, Spans, Timelines
 from kvcached_nixl.settings import Settings
-from kvcached_nixl.wire.kv_groups import KVGroups
+from kvcached_nixl.wire.manifest import KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Step, WakeAddress, report_numbers
 

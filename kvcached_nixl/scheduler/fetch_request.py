@@ -21,8 +21,7 @@ from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup
-from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.manifest import FEWEST_TOKENS, NULL_BLOCK_ID, BlockRange, Keeps, KVGroup
 from kvcached_nixl.wire.messages import draw_attempt, is_nameable
 from kvcached_nixl.wire.params import FetchParams
 from kvcached_nixl.wire.step import BlockIds, LeaseRenewal, UnneededOffer

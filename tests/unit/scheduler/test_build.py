@@ -14,7 +14,7 @@ from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade, build_scheduler
 from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
-from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
+from kvcached_nixl.wire.manifest import Keeps, KVGroup, KVGroups
 from kvcached_nixl.wire.step import OfferUpdate
 
 BLOCKS = ([7, 3, 9],)

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from support.codecs import each, plain_id
 
 from kvcached_nixl.wire.checked import Malformed, convert
-from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Embeddings, Manifest, digest_of
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Embeddings, Keeps, KVGroup, KVGroups, Manifest, digest_of
 
 MANIFEST = Manifest(
     protocol=PROTOCOL,
