@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.local import BreakEven
 from kvcached_nixl.scheduler.asking.servers import Choice, Server, Servers
 from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
@@ -88,10 +88,10 @@ class Questions:
     def take(self) -> list[tuple[Wanted, Found]]:
         """Returns what has come of questions since the last call, and has servers checked that are silent."""
         found: list[tuple[Wanted, Found]] = []
-        for number, answer in self._asker.take():
+        for number, answer in taken(self._asker.answers):
             found += self._answered(number, answer)
         late = Outcome("it has answered nothing for too long", is_of_server=True)
-        for server, is_well in self._asker.take_checked():
+        for server, is_well in taken(self._asker.checked):
             if self._servers.has_failed(server, is_well=is_well):
                 found += [self._failed(number, late) for number in list(server.asked)]
         for server in self._servers.take_silent():
@@ -182,7 +182,7 @@ class Questions:
     def take_looked_up(self) -> list[Wanted]:
         """Returns requests whose servers have all answered, or are not waited for any longer."""
         ended: list[Wanted] = []
-        for request_id, server, params in self._asker.take_looked_up():
+        for request_id, server, params in taken(self._asker.cached):
             server.answers_look_ups = params is not None
             wanted, waited_for = self.looked_up.get(request_id, (None, set()))
             if params is not None:

@@ -31,7 +31,8 @@ def test_what_a_server_answers_without_its_engine_is_no_sign_of_life(found: Outc
         decode.asking.gone(f"r{place}")
         decode.clock.now += SILENCE_SECONDS / 4
         decode.turn()
-        decode.asker.checked, decode.asker.checking = [(one, True) for one in decode.asker.checking], []
+        decode.asker.checked.extend((one, True) for one in decode.asker.checking)
+        decode.asker.checking.clear()
         decode.turn()
     assert decode.number("a") > 1 or "a" in decode.fetching.refused, "nothing for 6,000 s, and it still waits"
 

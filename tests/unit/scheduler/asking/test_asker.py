@@ -18,7 +18,7 @@ from support.internals import leftovers
 from support.transports import until
 
 from kvcached_nixl.scheduler.asking import asker as module
-from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.servers import Server
 from kvcached_nixl.wire.question import (
     ASKED_PATH,
@@ -93,7 +93,7 @@ class Decode:
 
     def answer(self) -> Any:
         self.wait()
-        ((_, found),) = self.asker.take()
+        ((_, found),) = taken(self.asker.answers)
         return found
 
 
@@ -163,7 +163,7 @@ def test_what_is_cached_is_told_or_not_known_or_not_said_in_time(
     prefill = serve(handler)
     decode.asker.look_up(prefill.server, Question("r", [5, 6, 7], "adapter", "salt"), 2, 0.5)
     decode.wait()
-    assert decode.asker.has_answers and decode.asker.take_looked_up() == [("r", prefill.server, found)]
+    assert decode.asker.has_answers and [*decode.asker.cached] == [("r", prefill.server, found)]
     ((headers, body),) = prefill.asked
     assert headers["Authorization"] == "Bearer secret"
     asked = decode_prompt(body)
@@ -179,7 +179,7 @@ def test_nobody_listens_where_what_is_cached_is_asked(decode: Decode) -> None:
     nobody = Server("http://127.0.0.1:1")
     decode.asker.look_up(nobody, Question("r", [5]), 0, 0.5)
     decode.wait()
-    assert decode.asker.take_looked_up() == [("r", nobody, None)]
+    assert [*decode.asker.cached] == [("r", nobody, None)]
 
 
 def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(decode: Decode, serve: Serve) -> None:
@@ -380,7 +380,7 @@ def test_a_name_whose_look_up_hangs_costs_others_nothing(
     found: dict[int, Any] = {}
     while len(found) < 21:
         decode.wait()
-        found |= dict(decode.asker.take())
+        found |= dict(taken(decode.asker.answers))
     assert next(iter(found)) == 99 and found.pop(99) == PARAMS
     assert all(isinstance(one, Outcome) and one.is_of_server for one in found.values())
     decode.asker.close()
@@ -482,14 +482,14 @@ def test_whether_a_server_is_well(decode: Decode, serve: Serve, status: int) -> 
     server = serve(answering(status=status)).server
     decode.asker.check(server)
     decode.wait()
-    assert decode.asker.take_checked() == [(server, status == 200)]
+    assert taken(decode.asker.checked) == [(server, status == 200)]
 
 
 def test_one_that_cannot_be_reached_is_not_well(decode: Decode) -> None:
     server = Server("http://127.0.0.1:1")
     decode.asker.check(server)
     decode.wait()
-    assert decode.asker.has_answers and decode.asker.take_checked() == [(server, False)]
+    assert decode.asker.has_answers and taken(decode.asker.checked) == [(server, False)]
 
 
 def test_nobody_is_asked_after_the_end(decode: Decode) -> None:
@@ -512,5 +512,5 @@ def test_an_error_of_a_check_that_nobody_has_thought_of_is_a_result(
     for _ in range(2):
         decode.asker.check(server)
         decode.wait()
-        assert decode.asker.take_checked() == [(server, False)]
+        assert taken(decode.asker.checked) == [(server, False)]
     assert "could not be checked" in caplog.text

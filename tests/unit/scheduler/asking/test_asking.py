@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -96,11 +97,11 @@ class Asker:
     addresses: dict[int, str] = field(default_factory=dict)
     transfer_ids: dict[int, str] = field(default_factory=dict)
     checking: list[Server] = field(default_factory=list)
-    checked: list[tuple[Server, bool]] = field(default_factory=list)
+    checked: deque[tuple[Server, bool]] = field(default_factory=deque)
     cancelled: list[int] = field(default_factory=list)
-    answers: list[tuple[int, Any]] = field(default_factory=list)
+    answers: deque[tuple[int, Any]] = field(default_factory=deque)
     looked_up: list[tuple[str, Server]] = field(default_factory=list)
-    found: list[tuple[str, Server, Any]] = field(default_factory=list)
+    cached: deque[tuple[str, Server, Any]] = field(default_factory=deque)
     says: dict[str, Any] | None = field(default_factory=dict)
     least_tokens: int | None = None
 
@@ -108,11 +109,7 @@ class Asker:
         self.looked_up.append((question.request_id, server))
         self.least_tokens = least_tokens
         if self.says is not None:
-            self.found.append((question.request_id, server, self.says.get(server.url)))
-
-    def take_looked_up(self) -> list[tuple[str, Server, Any]]:
-        found, self.found = self.found, []
-        return found
+            self.cached.append((question.request_id, server, self.says.get(server.url)))
 
     def ask(self, number: int, server: Server, question: Question) -> None:
         self.asked[number] = (server.url, question.request_id)
@@ -122,20 +119,12 @@ class Asker:
     def check(self, server: Server) -> None:
         self.checking.append(server)
 
-    def take_checked(self) -> list[tuple[Server, bool]]:
-        checked, self.checked = self.checked, []
-        return checked
-
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
 
-    def take(self) -> list[tuple[int, Any]]:
-        found, self.answers = self.answers, []
-        return found
-
     @property
     def has_answers(self) -> bool:
-        return bool(self.answers or self.found)
+        return bool(self.answers or self.cached)
 
     def close(self) -> None:
         """Has no thread."""
@@ -218,7 +207,7 @@ class Decode:
         request = self.blocks.requests[request_id] = Request(request_id, **changed)
         held = self.asking.arrived(request)  # type: ignore[arg-type]
         self.turn()
-        if self.asker.found:
+        if self.asker.cached:
             self.turn()
         return held
 

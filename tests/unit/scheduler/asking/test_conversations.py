@@ -270,14 +270,14 @@ def test_equal_prompts_wait_while_servers_are_asked_and_one_that_leaves_is_follo
         decode.arrives(name, num_prompt_tokens=LONG, block_hashes=(b"same",))
     asked = [(name, server) for name, server in decode.asker.looked_up]
     assert {name for name, _ in asked} == {"a"} and len(asked) == 3 and decode.asking.figures.held == 3
-    decode.asker.found += [(name, server, says(0)) for name, server in asked[:2]]
+    decode.asker.cached += [(name, server, says(0)) for name, server in asked[:2]]
     decode.turn()
     assert not decode.asker.asked, "one has not answered"
     decode.asking.gone("a")
-    decode.asker.found += [(name, server, says(0)) for name, server in asked[2:]]
+    decode.asker.cached += [(name, server, says(0)) for name, server in asked[2:]]
     decode.turn()
     assert {name for name, _ in decode.asker.looked_up} == {"a", "b"} and not decode.asker.asked
-    decode.asker.found += [(name, server, says(0)) for name, server in decode.asker.looked_up[3:]]
+    decode.asker.cached += [(name, server, says(0)) for name, server in decode.asker.looked_up[3:]]
     decode.turn()
     assert decode.is_asked("b") and not decode.is_asked("c")
 
@@ -301,7 +301,7 @@ def test_one_that_is_late_while_servers_are_asked_is_refused_and_the_next_equal_
     decode.clock.now += 0.5
     decode.turn()
     assert list(decode.fetching.refused) == ["a"] and {name for name, _ in decode.asker.looked_up} == {"a", "b"}
-    decode.asker.found += [(name, server, says(0)) for name, server in decode.asker.looked_up]
+    decode.asker.cached += [(name, server, says(0)) for name, server in decode.asker.looked_up]
     decode.turn()
     assert decode.is_asked("b") and not decode.is_asked("a")
     decode.asking.gone("a")
@@ -311,7 +311,7 @@ def test_one_that_is_late_while_servers_are_asked_is_refused_and_the_next_equal_
 def test_while_the_engine_is_paused_nobody_is_asked_with_what_was_found() -> None:
     decode = looks(None)
     decode.arrives("a", num_prompt_tokens=LONG)
-    decode.asker.found += [(name, server, says(0)) for name, server in decode.asker.looked_up]
+    decode.asker.cached += [(name, server, says(0)) for name, server in decode.asker.looked_up]
     decode.turn(may_ask=False)
     assert not decode.asker.asked and decode.asking.figures.held == 1 and not decode.asking.window.num_promised
     decode.turn()
@@ -325,13 +325,13 @@ def test_a_server_that_has_not_answered_in_time_is_not_waited_for_until_it_does(
     decode.arrives("b", num_prompt_tokens=LONG)
     asked = {server.url: server for name, server in decode.asker.looked_up if name == "b"}
     assert set(asked) == set(URLS)
-    decode.asker.found += [("b", asked[url], says(0)) for url in (URLS[0], URLS[2])]
+    decode.asker.cached += [("b", asked[url], says(0)) for url in (URLS[0], URLS[2])]
     decode.turn()
     assert decode.is_asked("b")
-    decode.asker.found.append(("b", asked[URLS[1]], says(8 * BLOCK)))
+    decode.asker.cached.append(("b", asked[URLS[1]], says(8 * BLOCK)))
     decode.turn()
     decode.arrives("c", num_prompt_tokens=LONG)
-    decode.asker.found += [("c", server, says(0)) for url, server in asked.items() if url != URLS[1]]
+    decode.asker.cached += [("c", server, says(0)) for url, server in asked.items() if url != URLS[1]]
     decode.turn()
     assert not decode.is_asked("c"), "it has answered again"
 
@@ -403,7 +403,7 @@ def test_an_offer_is_used_at_once_or_released(happens: str) -> None:
     """Nobody renews its lease, so that a request which waits longer would fetch what is gone."""
     decode = looks(None, local_tokens=None)
     decode.arrives("a", num_prompt_tokens=LONG)
-    decode.asker.found += [("a", server, offers(MORE)) for _, server in decode.asker.looked_up]
+    decode.asker.cached += [("a", server, offers(MORE)) for _, server in decode.asker.looked_up]
     if happens == "has no room":
         decode.asking.window.promise("another", 1_000_000)
     decode.turn(may_ask=happens != "is paused")
@@ -438,10 +438,10 @@ def test_what_was_offered_to_one_that_has_left_is_released() -> None:
     decode = looks(None, local_tokens=None)
     decode.arrives("a", num_prompt_tokens=LONG)
     asked = [server for _, server in decode.asker.looked_up]
-    decode.asker.found.append(("a", asked[0], offers(MUCH)))
+    decode.asker.cached.append(("a", asked[0], offers(MUCH)))
     decode.turn()
     decode.asking.gone("a")
-    decode.asker.found.append(("a", asked[1], offers(MORE)))
+    decode.asker.cached.append(("a", asked[1], offers(MORE)))
     decode.turn()
     assert decode.fetching.unneeded_ == [offers(MUCH), offers(MORE)]
 
