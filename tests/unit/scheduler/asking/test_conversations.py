@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from support.clocks import ManualClock
 
 from kvcached_nixl.scheduler.asking.local import (
     FIRST_TOKENS,
@@ -19,7 +20,7 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import Computed, Ended
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY, MANIFEST_KEY
 
-from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Clock, Decode, Request, Step, hashes
+from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Decode, Request, Step, hashes
 
 LONG = 64 * BLOCK
 
@@ -62,12 +63,12 @@ def test_what_was_long_ago_counts_less_and_in_the_end_nothing() -> None:
 
 def measured(local: dict[int, float], asked: dict[int, float], fixed: int | None = None) -> BreakEven:
     """After requests of so many tokens have taken so many seconds."""
-    clock = Clock()
+    clock = ManualClock(100.0)
     found = BreakEven(clock, MOST, fixed)
     for is_local, seconds_by_tokens in ((True, local), (False, asked)):
         for tokens, seconds in seconds_by_tokens.items():
             found.begins("a", tokens, is_local=is_local)
-            clock.now += seconds
+            clock.advance(seconds)
             found.answered(["a", "another"])
     assert not found.begun
     return found
@@ -153,7 +154,7 @@ def test_a_turn_that_vllm_does_not_start_keeps_the_others_for_ten_seconds() -> N
     for name in "abc":
         turn(decode, name, CHUNK)
     assert list(decode.blocks.released) == ["a"]
-    decode.clock.now += PASSING_SECONDS
+    decode.clock.advance(PASSING_SECONDS)
     decode.turn()
     assert list(decode.blocks.released) == ["a", "b"]
 
@@ -181,12 +182,12 @@ def test_how_long_they_take_is_measured_until_the_first_token() -> None:
     decode = Decode(local_tokens=None)
     even = decode.asking.local.break_even
     turn(decode, "a", 100)
-    decode.clock.now += 3.0
+    decode.clock.advance(3.0)
     decode.arrives("cold", num_prompt_tokens=LONG)
-    decode.clock.now += 1.0
+    decode.clock.advance(1.0)
     even.answered(["a"])
     decode.answers("cold")
-    decode.clock.now += 1.0
+    decode.clock.advance(1.0)
     even.answered(["cold"])
     assert not even.begun and even.asked_seconds(LONG) == pytest.approx(2.0)
     assert not turn(decode, "b", 110, 400), "4 s here, 2 s there"
@@ -244,7 +245,7 @@ def test_others_behind_the_url_of_this_engine_are_found_in_time() -> None:
     decode = looks({URLS[0]: says(0, "own"), URLS[1]: says(0), URLS[2]: says(0)})
     decode.arrives("a", num_prompt_tokens=LONG)
     decode.asker.says = {**decode.asker.says, URLS[0]: says(32 * BLOCK)}  # type: ignore[dict-item]
-    decode.clock.now += 31.0
+    decode.clock.advance(31.0)
     decode.arrives("b", num_prompt_tokens=LONG)
     assert decode.url("b") == URLS[0]
 
@@ -295,10 +296,10 @@ def test_one_that_is_late_while_servers_are_asked_is_refused_and_the_next_equal_
     request = decode.blocks.requests["a"] = Request("a", LONG, (b"same",))
     decode.asking.arrived(request)  # type: ignore[arg-type]
     decode.turn(may_ask=False)
-    decode.clock.now += 29.5
+    decode.clock.advance(29.5)
     decode.arrives("b", num_prompt_tokens=LONG, block_hashes=(b"same",))
     assert {name for name, _ in decode.asker.looked_up} == {"a"}
-    decode.clock.now += 0.5
+    decode.clock.advance(0.5)
     decode.turn()
     assert list(decode.fetching.refused) == ["a"] and {name for name, _ in decode.asker.looked_up} == {"a", "b"}
     decode.asker.cached += [(name, server, says(0)) for name, server in decode.asker.looked_up]
