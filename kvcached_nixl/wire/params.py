@@ -163,10 +163,7 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
 
 def cached_tokens_in(params: Mapping[str, Any]) -> int:
     """How many tokens of the prompt prefill had cached, for ``usage``; 0 if the parameters do not say it."""
-    try:
-        return convert(params.get(CACHED_TOKENS_KEY), Count)
-    except Malformed:
-        return 0
+    return count_of(params.get(CACHED_TOKENS_KEY))
 
 
 def offered_tokens_in(params: Mapping[str, Any]) -> int:
@@ -174,8 +171,13 @@ def offered_tokens_in(params: Mapping[str, Any]) -> int:
     manifest = params.get(MANIFEST_KEY)
     if not asks(params, "do_remote_prefill") or not isinstance(manifest, Mapping):
         return 0
+    return count_of(manifest.get("num_tokens"))
+
+
+def count_of(said: object) -> int:
+    """A number of tokens that another server says; 0 if it is none."""
     try:
-        return convert(manifest.get("num_tokens"), Count)
+        return convert(said, Count)
     except Malformed:
         return 0
 

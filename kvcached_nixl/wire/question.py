@@ -24,7 +24,7 @@ import numpy as np
 
 from kvcached_nixl.wire.checked import Identifier
 from kvcached_nixl.wire.headroom import Computed, Ended
-from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill, params_to_prefill
+from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill, count_of, params_to_prefill
 
 PATH = "v1/completions"
 ROLE_HEADER = "X-Kvcached-Nixl-Role"
@@ -320,5 +320,4 @@ def engine_in(params: Mapping[str, Any]) -> RemotePrefill | None:
 def queued_tokens_in(params: Mapping[str, Any]) -> int:
     """How many tokens of prompts wait at a server, by its answer; 0 if that does not say so."""
     headroom = params.get(HEADROOM_KEY)
-    said = headroom.get("queued_tokens") if isinstance(headroom, Mapping) else None
-    return said if isinstance(said, int) and 0 <= said < 2**31 else 0
+    return count_of(headroom.get("queued_tokens")) if isinstance(headroom, Mapping) else 0
