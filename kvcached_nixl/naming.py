@@ -32,8 +32,6 @@ import msgspec
 from kvcached_nixl.errors import NameRefused
 from kvcached_nixl.processes import start_ticks
 
-__all__ = ["Claim", "Places", "clear_abandoned", "join", "take"]
-
 LONGEST = 64
 """Most characters in a name: kvcached's own limit. The path of a socket is limited to 108 (``unix(7)``)."""
 

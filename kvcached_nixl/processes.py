@@ -16,8 +16,6 @@ from pathlib import Path
 
 from kvcached_nixl.wire.handshake import MemoryType, Process
 
-__all__ = ["Host", "has_ancestor", "own_process", "start_ticks"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROC = Path("/proc")
 _XPMEM = Path("/dev/xpmem")

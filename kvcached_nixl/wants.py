@@ -20,8 +20,6 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-__all__ = ["Want", "Wants"]
-
 AGAIN_SECONDS = 1.0
 """How often an engine that still waits says so again."""
 FRESH_SECONDS = 3.0

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.servers import Server, addresses_of, is_name
 from kvcached_nixl.scheduler.asking.settings import KEY_VARIABLE, AskSettings
 from kvcached_nixl.transport.side_channel import SideChannel
@@ -80,8 +80,8 @@ def _asked(servers: Sequence[Server], api_key: str) -> list[tuple[Server, dict[s
     until_seconds = time.monotonic() + ANSWER_SECONDS
     while len(answers) + len(is_well) < 2 * len(servers) and woken.wait(max(0.0, until_seconds - time.monotonic())):
         woken.clear()
-        answers.update(asker.take())
-        is_well.update((servers.index(server), well) for server, well in asker.take_checked())
+        answers.update(taken(asker.answers))
+        is_well.update((servers.index(server), well) for server, well in taken(asker.checked))
     asker.close()
     silent = Outcome(f"no answer within {ANSWER_SECONDS:g} s; decode would wait")
     return [(one, answers.get(place, silent), is_well.get(place, False)) for place, one in enumerate(servers)]

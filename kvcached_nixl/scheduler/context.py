@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the parts of this folder share of their engine: its settings, its blocks, the step that is being built for its
-workers, and how to wake it. One per engine, used on its thread only, except `EngineContext.woken`.
+workers, how to wake it, and what becomes of its hand-overs, for the metrics, traces, the log and clients. One per
+engine, used on its thread only, except `EngineContext.woken`.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.scheduler.engine import BlockPool, Reader
-from kvcached_nixl.scheduler.timelines import Failures, Spans, Timelines
-from kvcached_nixl.settings import Settings
-from kvcached_nixl.wire.kv_groups import KVGroups
+from kvcached_nixl.scheduler.engine import BlockPool, Reader, Request
+from kvcached_nixl.settings import SERVER_LOGGER, Settings
+from kvcached_nixl.wire.causes import FAILED, STARVED, FailureCause, HandOverFailed
+from kvcached_nixl.wire.manifest import KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import Step, WakeAddress, report_numbers
+from kvcached_nixl.wire.timeline import Lasted, State, Timeline
 
-__all__ = ["ANY_ADAPTER", "AllRanks", "EngineContext", "StockScheduler", "is_meant"]
+logger = logging.getLogger(SERVER_LOGGER)
 
 ANY_ADAPTER = -1
 """In place of a LoRA adapter's number: any adapter."""
@@ -27,6 +31,16 @@ def is_meant(adapter: int | None, used: int) -> bool:
     """Whether a selection covers what was computed with the adapter ``used`` (0 for none). ``adapter`` selects one
     adapter by its number, any adapter (``ANY_ADAPTER``), or everything (None)."""
     return adapter is None or (bool(used) and adapter in (used, ANY_ADAPTER))
+
+
+class Spans(Protocol):
+    """Makes spans of timelines; implemented by `adapter.tracing.EngineSpans`. Never raises for what a client sent."""
+
+    def trace_of(self, request: Request) -> str:
+        """The trace that a request belongs to, as a W3C ``traceparent``; "" if it belongs to none."""
+
+    def add(self, trace: str, timeline: Timeline, attributes: dict[str, str]) -> None:
+        """Adds a span for each state of a timeline that has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +116,165 @@ class AllRanks:
                 del self._ranks[number]
                 found.append(number)
         return found
+
+
+@dataclass
+class _Followed:
+    """A request's hand-over: its ``trace``, "" for none; the timeline of the rank of decode that ended last; and the
+    ``cause`` of its failure, "" for none."""
+
+    timeline: Timeline
+    trace: str
+    slowest: Timeline | None = None
+    cause: str = ""
+
+
+class Timelines:
+    """A timeline begins here with a request's arrival, and ends here. What a rank does in between is in its own
+    timeline; of decode's ranks the slowest one counts, because the request waits for it.
+
+    Attributes:
+        unanswered: hand-overs of decode that vLLM has not answered with a token yet.
+        lasted: for the metrics, since `take_lasted` was last called.
+    """
+
+    def __init__(self, clock: Clock, spans: Spans | None, *, is_push: bool) -> None:
+        self._clock = clock
+        self._spans = spans
+        self._is_push = is_push
+        self._followed: dict[str, _Followed] = {}
+        self.unanswered: set[str] = set()
+        self.lasted: list[Lasted] = []
+
+    def begin(self, request: Request, state: State) -> None:
+        """A request has arrived that hands over, or is handed over to; or decode has asked for it."""
+        request_id = request.request_id
+        if request_id not in self._followed:
+            trace = "" if self._spans is None else self._spans.trace_of(request)
+            self._followed[request_id] = _Followed(Timeline(), trace)
+        self.enter(request_id, state)
+        if state is State.DECODE_QUEUED:
+            self.unanswered.add(request_id)
+
+    def enter(self, request_id: str, state: State) -> None:
+        """A hand-over is in another state; ignored if it is not followed (any more)."""
+        followed = self._followed.get(request_id)
+        if followed is not None:
+            self._take_in(followed)
+            followed.timeline.enter(state, self._clock.now_seconds())
+
+    def trace_of(self, request_id: str) -> str:
+        """The trace that a hand-over belongs to; "" if it is not traced."""
+        followed = self._followed.get(request_id)
+        return "" if followed is None else followed.trace
+
+    def failed(self, request_id: str, cause: FailureCause) -> None:
+        """A hand-over of decode brings no KV."""
+        followed = self._followed.get(request_id)
+        if followed is not None:
+            followed.cause = followed.cause or cause.label
+            self.enter(request_id, State.DECODE_FAILED)
+
+    def computed(self, request_ids: Iterable[str]) -> None:
+        for request_id in self.unanswered.intersection(request_ids) if self.unanswered else ():
+            followed = self._followed[request_id]
+            if followed.timeline.state is not State.DECODE_FAILED:
+                followed.timeline.enter(State.DECODE_FIRST_TOKEN, self._clock.now_seconds())
+
+    def answered(self, request_ids: Iterable[str]) -> None:
+        """Requests have got a token: hand-overs of decode end with the first one."""
+        for request_id in self.unanswered.intersection(request_ids):
+            self.end(request_id)
+
+    def end(self, request_id: str) -> None:
+        """A hand-over has ended here, or its request has; ignored if it is not followed (any more)."""
+        followed = self._followed.pop(request_id, None)
+        self.unanswered.discard(request_id)
+        if followed is None:
+            return
+        self._take_in(followed)
+        followed.timeline.end(self._clock.now_seconds())
+        attributes = {"kvcached_nixl.request_id": request_id}
+        if followed.cause:
+            attributes["kvcached_nixl.cause"] = followed.cause
+        self.add(followed.trace, followed.timeline, attributes)
+
+    def rank_ended(self, request_id: str, timeline: Timeline) -> None:
+        """A rank of decode has ended its part of a hand-over."""
+        followed = self._followed.get(request_id)
+        if followed is not None and _end_of(followed.slowest) <= _end_of(timeline):
+            followed.slowest = timeline
+
+    def take_lasted(self) -> list[Lasted]:
+        lasted, self.lasted = self.lasted, []
+        return lasted
+
+    def _take_in(self, followed: _Followed) -> None:
+        slowest, followed.slowest = followed.slowest, None
+        if slowest is not None and followed.timeline.state is State.DECODE_REPORTING:
+            followed.timeline.take_in(slowest.marks, _end_of(slowest))
+
+    def add(self, trace: str, timeline: Timeline, attributes: dict[str, str]) -> None:
+        """A timeline has ended, here or on a worker."""
+        self.lasted += [(int(state), self._is_push, seconds) for state, seconds in timeline.lasted().items()]
+        if trace and self._spans is not None:
+            attributes["kvcached_nixl.direction"] = "push" if self._is_push else "pull"
+            self._spans.add(trace, timeline, attributes)
+
+
+def _end_of(timeline: Timeline | None) -> float:
+    return float("-inf") if timeline is None or timeline.end_seconds is None else timeline.end_seconds
+
+
+class Failures:
+    """Why hand-overs brought no KV: counted, logged once, and told to the client under the same label, the latter two
+    with `HandOverFailed.tags`. A worker's reason is in the log line only: it may name hosts and ports.
+
+    Attributes:
+        counts: failures by `FailureCause` since the last step; `SchedulerFacade.take_step` copies and clears them.
+    """
+
+    def __init__(self, timelines: Timelines) -> None:
+        self._timelines = timelines
+        self.counts: Counter[int] = Counter()
+        self._told: dict[str, str] = {}
+        self._ended: dict[str, str] = {}
+
+    def not_received(
+        self, request_id: str, failure: HandOverFailed, *, attempt: int | None = None, prefill_request_id: str = ""
+    ) -> None:
+        """Decode: a request does not get its KV. It fails, or is recomputed here."""
+        self._timelines.failed(request_id, failure.cause)
+        tags = failure.tags(request_id, attempt=attempt, prefill_request_id=prefill_request_id)
+        self.counts[failure.cause] += 1
+        self._told[request_id] = f"{FAILED}{tags}"
+        logger.warning("%s%s: %s", FAILED, tags, failure)
+
+    def starved(self, request_id: str, failure: HandOverFailed) -> None:
+        """A request ends because it never gets blocks, whether it is a hand-over or not."""
+        self._timelines.failed(request_id, failure.cause)
+        self.counts[failure.cause] += 1
+        told = self._told[request_id] = f"{STARVED}{failure.tags(request_id)}: {failure}"
+        logger.warning("%s", told)
+
+    def not_offered(self, request_id: str, failure: HandOverFailed) -> None:
+        """Prefill: a request's KV is not offered to decode. The request is computed all the same."""
+        self.counts[failure.cause] += 1
+        logger.warning("KV is not offered: %s: %s", failure.tags(prefill_request_id=request_id), failure)
+
+    def computed(self, request_id: str) -> None:
+        self._told.pop(request_id, None)
+
+    def request_ended(self, request_id: str) -> None:
+        """A request has ended. If its hand-over had failed, or it has starved, its client is to be told."""
+        told = self._told.pop(request_id, None)
+        if told is not None:
+            self._ended[request_id] = told
+
+    def take_ended(self) -> dict[str, str]:
+        """Requests that ended without KV since the last call -> the message for their clients."""
+        ended, self._ended = self._ended, {}
+        return ended
 
 
 class EngineContext:

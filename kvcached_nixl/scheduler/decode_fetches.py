@@ -31,8 +31,6 @@ from kvcached_nixl.wire.params import asks, cached_tokens_in, read_fetch
 from kvcached_nixl.wire.step import BlockIds, EndRenewal, FetchSpec, UnneededOffer, Withdraw
 from kvcached_nixl.wire.timeline import State
 
-__all__ = ["DecodeFetches"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 

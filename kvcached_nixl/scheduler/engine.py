@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this package needs from vLLM's scheduler. No torch.
 
-`adapter.requests` and `patches.engine_blocks` implement these protocols (`tests/unit/scheduler/test_engine.py`
+`adapter.requests` and `patches.engine_blocks` implement these protocols (`tests/unit/scheduler/test_facade.py`
 compares). Their attributes are properties there: nobody here sets them.
 """
 
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Protocol
 from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.question import Question
 from kvcached_nixl.wire.step import BlockIds
-
-__all__ = ["BlockPool", "Progress", "Reader", "Request"]
 
 
 class Request(Protocol):

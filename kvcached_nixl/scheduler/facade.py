@@ -32,12 +32,10 @@ from kvcached_nixl.scheduler.side_channel import OwnSideChannel
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.wire.causes import HandOverFailed
-from kvcached_nixl.wire.kv_groups import Keeps
+from kvcached_nixl.wire.manifest import Keeps
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY, RemotePrefill
 from kvcached_nixl.wire.step import FAILING, BlockIds, FetchSpec, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Timeline
-
-__all__ = ["SchedulerFacade", "build_scheduler"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 

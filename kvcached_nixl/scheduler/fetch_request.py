@@ -21,13 +21,10 @@ from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, NULL_BLOCK_ID, Keeps, KVGroup
-from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.manifest import FEWEST_TOKENS, NULL_BLOCK_ID, BlockRange, Keeps, KVGroup, Manifest
 from kvcached_nixl.wire.messages import draw_attempt, is_nameable
 from kvcached_nixl.wire.params import FetchParams
 from kvcached_nixl.wire.step import BlockIds, LeaseRenewal, UnneededOffer
-
-__all__ = ["FetchAttempts", "FetchRequest"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -90,15 +87,18 @@ class FetchRequest:
         return (self.computes or self.refused is None) and (not self.lacks_media or self.has_own_offer)
 
     @property
+    def manifest(self) -> Manifest | None:
+        """Of prefill's request that its parameters name; None if they name none."""
+        return None if self.fetch is None else self.fetch.manifest
+
+    @property
     def has_own_offer(self) -> bool:
         """Whether its parameters name the offer of a prompt that has the same digest."""
-        manifest = None if self.fetch is None else self.fetch.manifest
-        return manifest is not None and manifest.digest == self.digest
+        return self.manifest is not None and self.manifest.digest == self.digest
 
     @property
     def prefill_request_id(self) -> str:
-        """Prefill's request that its parameters name; "" if they name none."""
-        return "" if self.fetch is None or self.fetch.manifest is None else self.fetch.manifest.request_id
+        return "" if self.manifest is None else self.manifest.request_id
 
     def check(self) -> None:
         """Compares the manifest with the prompt, and sets ``refused``, or how many tokens to fetch. Idempotent."""
@@ -110,7 +110,7 @@ class FetchRequest:
         self.lacks_media = request.lacks_media
         if self.fetch is None:
             return
-        manifest = self.fetch.manifest
+        manifest = self.manifest
         if manifest is not None:
             self.num_tokens = num_tokens = manifest.num_tokens
             self.end_token = min(num_tokens, most_tokens)
@@ -171,8 +171,8 @@ class FetchRequest:
         is_complete = all(one.block_ids or groups.have_windows for one in found)
         if not is_complete or not any(one.block_ids for one in found):
             raise self._no_blocks(first_token)
-        if self.fetch is not None and self.fetch.manifest is not None:
-            theirs = self.fetch.manifest.groups
+        if self.manifest is not None:
+            theirs = self.manifest.groups
             if len(theirs) != len(found):
                 reason = f"prefill has {len(theirs)} KV-cache groups; expected {len(found)}"
                 raise HandOverFailed(FailureCause.RANGE, reason)
@@ -199,7 +199,7 @@ class FetchRequest:
     def renew(self) -> None:
         """Starts renewing the lease of what it fetches, if a heartbeat can name that."""
         assert self.fetch is not None
-        fetch, manifest = self.fetch, self.fetch.manifest
+        fetch, manifest = self.fetch, self.manifest
         lease_seconds = self.engine.settings.kv_lease_duration_seconds if manifest is None else manifest.lease_seconds
         if is_nameable(fetch.lease_name):
             self.engine.step.tell(LeaseRenewal(self.request_id, fetch.prefill, fetch.lease_name, lease_seconds))

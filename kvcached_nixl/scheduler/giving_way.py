@@ -21,8 +21,6 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 
-__all__ = ["GivingWay", "Impasse", "MemoryPressure", "Starvation", "UNHEARD_SECONDS", "VAIN_TIMEOUTS"]
-
 STOOD_SECONDS = 30.0
 """An engine that rests steps more often. One that has not stepped for so long was paused, or blocked by a call."""
 UNHEARD_SECONDS = 3.0

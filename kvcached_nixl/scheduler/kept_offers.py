@@ -22,10 +22,8 @@ from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.context import EngineContext, is_meant
 from kvcached_nixl.wire.causes import RevocationCause
-from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
+from kvcached_nixl.wire.manifest import NULL_BLOCK_ID
 from kvcached_nixl.wire.step import AwaitClaim, BlockIds, Finish, OfferUpdate, Revocation, Revoke, report_numbers
-
-__all__ = ["KeptOffers", "StartGate"]
 
 ASK_AGAIN_SECONDS = 1.0
 """How long an offer that is to give way counts as giving its blocks back. Decode may be fetching it, and not end."""

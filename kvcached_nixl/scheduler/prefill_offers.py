@@ -17,13 +17,10 @@ from kvcached_nixl.scheduler.context import EngineContext, is_meant
 from kvcached_nixl.scheduler.engine import Progress, Request
 from kvcached_nixl.scheduler.kept_offers import KeptOffers, StartGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
-from kvcached_nixl.wire.kv_groups import NULL_BLOCK_ID
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
+from kvcached_nixl.wire.manifest import NULL_BLOCK_ID, PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import asks, prefill_params, read_offer
 from kvcached_nixl.wire.step import BlockIds, Finish, OfferUpdate, Preempt, Revocation, Revoke, Stop
 from kvcached_nixl.wire.timeline import State
-
-__all__ = ["OfferRequest", "PrefillOffers"]
 
 
 @dataclass(eq=False)

@@ -18,8 +18,6 @@ from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.handshake import Weights
 
-__all__ = ["QUIET_SECONDS", "Revocations"]
-
 QUIET_SECONDS = 2.0
 """How long a pause waits for transfers that may be in flight, before its caller is told that the cache is not clear."""
 

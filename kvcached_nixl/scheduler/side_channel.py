@@ -15,8 +15,6 @@ from kvcached_nixl.scheduler.revocations import Revocations
 from kvcached_nixl.wire.handshake import Answer, Answers, read_rank
 from kvcached_nixl.wire.headroom import AskingFigures, Headroom, encode_headroom
 
-__all__ = ["ANSWER_SECONDS", "HandshakeListener", "OwnSideChannel"]
-
 ANSWER_SECONDS = 0.25
 """Answers within this time say the same of the queue: what it costs to look grows with its length."""
 

@@ -36,8 +36,6 @@ from kvcached_nixl.transport.side_channel import ASK, HEADROOM, WAKE, Reply, Sid
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import Answers, is_tagged, read_answer, read_rank
 
-__all__ = ["Listener", "start"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 _T = TypeVar("_T")

@@ -24,8 +24,6 @@ import zmq
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.side_channel_address import Endpoint, look_up
 
-__all__ = ["HandshakeWatch", "Reply", "SideChannel", "url"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 ASK = b"get_meta_msg"

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["KVCACHED_NIXL_COMPAT", "KV_TRANSFER", "NIXL_PREFIX", "ROOTS"]
-
 KV_TRANSFER = "vllm.distributed.kv_transfer.kv_connector"
 
 NIXL_PREFIX = f"{KV_TRANSFER}.v1.nixl"

@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
-__all__ = ["FAILED", "STARVED", "FailureCause", "HandOverFailed", "RevocationCause"]
-
 MAX_SHOWN = 200
 """Characters of an id that a log line shows."""
 

@@ -11,25 +11,6 @@ import msgspec
 
 from kvcached_nixl.ids import KernelBlock, LogicalBlock
 
-__all__ = [
-    "MAX_TP_SIZE",
-    "BlockNumber",
-    "Count",
-    "Digest",
-    "Identifier",
-    "KernelBlockNumber",
-    "LogicalBlockNumber",
-    "Malformed",
-    "Port",
-    "Rank",
-    "Seconds",
-    "Incarnation",
-    "TpSize",
-    "convert",
-    "decoder",
-    "require",
-]
-
 MAX_TP_SIZE = 1024
 MAX_TOKENS = 2**31 - 1
 _SHOWN = 500

@@ -20,24 +20,6 @@ from kvcached_nixl.wire.checked import Count, Incarnation, Rank, TpSize, decoder
 from kvcached_nixl.wire.manifest import PROTOCOL
 from kvcached_nixl.wire.planes import GroupMemory
 
-__all__ = [
-    "MOST_NAMED_FILES",
-    "MOST_NAMED_TENSORS",
-    "Answer",
-    "Answers",
-    "Kind",
-    "MemoryType",
-    "Process",
-    "RankHandshake",
-    "Tag",
-    "Tensors",
-    "Weights",
-    "differences",
-    "is_tagged",
-    "read_answer",
-    "read_rank",
-]
-
 _NAME = "kvcached_nixl"
 MOST_NAMED_TENSORS, MOST_NAMED_FILES = 1 << 14, 1024
 

@@ -12,8 +12,6 @@ import msgspec
 
 from kvcached_nixl.wire.checked import decoder
 
-__all__ = ["AskingFigures", "BlockUsage", "Computed", "Ended", "Headroom", "encode_headroom", "read_headroom"]
-
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 

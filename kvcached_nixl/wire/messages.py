@@ -43,32 +43,6 @@ from kvcached_nixl.wire.checked import (
 )
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
 
-__all__ = [
-    "EXTENSION",
-    "INTERVAL",
-    "MAX_HEARTBEAT_BYTES",
-    "PREFIX",
-    "KernelBlockRange",
-    "Message",
-    "Peer",
-    "Reading",
-    "Registration",
-    "Release",
-    "StagingGrant",
-    "StagingRequest",
-    "Stopped",
-    "Withdrawal",
-    "Written",
-    "decode",
-    "draw_attempt",
-    "encode",
-    "heartbeats",
-    "is_heartbeat",
-    "is_nameable",
-    "is_ours",
-    "read_heartbeat",
-]
-
 PREFIX = f"KVNX{PROTOCOL}:".encode()
 """Starts each notification of this package but heartbeats. vLLM's start with ``HB:``, ``PUSH_REG:`` or a request id and
 a colon."""
@@ -295,11 +269,6 @@ def draw_attempt() -> int:
     return 1 + secrets.randbelow(MAX_ATTEMPT - 1)
 
 
-def is_ours(notification: bytes) -> bool:
-    """Whether a NIXL notification belongs to this protocol."""
-    return notification.startswith(PREFIX)
-
-
 def encode(message: Message) -> bytes:
     """Encodes a message as a notification."""
     return PREFIX + _encoder.encode(message)
@@ -307,7 +276,7 @@ def encode(message: Message) -> bytes:
 
 def decode(notification: bytes) -> Message:
     """Raises `Malformed`: the prefix, a type or a range is wrong, or a field is unknown."""
-    if not is_ours(notification):
+    if not notification.startswith(PREFIX):
         raise Malformed(f"found {notification[:16]!r}; expected it to start with {PREFIX!r}")
     return _decode(notification[len(PREFIX) :])
 

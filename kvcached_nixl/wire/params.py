@@ -44,26 +44,6 @@ from kvcached_nixl.wire.checked import (
 )
 from kvcached_nixl.wire.manifest import Manifest
 
-__all__ = [
-    "CACHED_TOKENS_KEY",
-    "HAS_CLIENTS_KEY",
-    "HEADROOM_KEY",
-    "MANIFEST_KEY",
-    "FetchParams",
-    "KvTransferParams",
-    "Malformed",
-    "RemotePrefill",
-    "asks",
-    "cached_tokens_in",
-    "is_of_transfer",
-    "name_of",
-    "offered_tokens_in",
-    "prefill_params",
-    "read_fetch",
-    "read_offer",
-    "require_one_role",
-]
-
 MANIFEST_KEY = "kvcached_nixl"
 CACHED_TOKENS_KEY = "remote_prefill_cached_tokens"
 """vLLM's own: from 0.31 on its API server reads it, too."""
@@ -128,41 +108,13 @@ class KvTransferParams(
         num_ranks = (self.tp_size or 1) * (self.pp_size or 1)
         require(num_ranks <= MAX_TP_SIZE, f"a product of tp_size and pp_size of at most {MAX_TP_SIZE}")
 
-    @property
-    def prefill(self) -> RemotePrefill:
-        """Where prefill is. Raises `Malformed`, which names the coordinate that is missing."""
-        for name in ("remote_engine_id", "remote_host", "remote_port"):
-            if getattr(self, name) is None:
-                raise Malformed(f"missing required field `{name}`")
-        assert self.remote_engine_id is not None and self.remote_host is not None and self.remote_port is not None
-        where = self.remote_engine_id, self.remote_host, self.remote_port
-        return RemotePrefill(*where, self.tp_size or 1, self.pp_size or 1)
-
-    @classmethod
-    def for_prefill(cls, transfer_id: str | None) -> KvTransferParams:
-        return cls(do_remote_decode=True, do_remote_prefill=False, transfer_id=transfer_id)
-
-    @classmethod
-    def for_decode(cls, prefill: RemotePrefill, transfer_id: str) -> KvTransferParams:
-        """Decode's parameters where both sides are asked at the same time."""
-        return cls(
-            do_remote_prefill=True,
-            do_remote_decode=False,
-            transfer_id=transfer_id,
-            remote_engine_id=prefill.engine_id,
-            remote_host=prefill.host,
-            remote_port=prefill.port,
-            tp_size=prefill.tp_size,
-            pp_size=prefill.pp_size,
-        )
-
 
 # In order of the fields: the error names the first one that is wrong.
 _KEYS = tuple(dict.fromkeys(field.encode_name for field in msgspec.structs.fields(KvTransferParams)))
 
 
-def _model(params: Mapping[str, Any]) -> KvTransferParams:
-    return convert({key: params[key] for key in _KEYS if params.get(key) is not None}, KvTransferParams)
+def _known(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: params[key] for key in _KEYS if params.get(key) is not None}
 
 
 @dataclass(frozen=True)
@@ -196,9 +148,9 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
     contradicts another; the message names it."""
     require_one_role(params)
     try:
-        found = _model(params)
-        prefill, manifest = found.prefill, found.manifest
-        name = _name_of(found, request_id)
+        known = _known(params)
+        found, prefill = convert(known, KvTransferParams), convert(known, RemotePrefill)
+        name, manifest = _name_of(found, request_id), found.manifest
     except Malformed as error:
         raise HandOverFailed(FailureCause.PARAMETERS, f"kv_transfer_params: {error}") from error
     if manifest is None and not may_rendezvous:
@@ -212,10 +164,7 @@ def read_fetch(params: Mapping[str, Any], request_id: str, *, may_rendezvous: bo
 
 def cached_tokens_in(params: Mapping[str, Any]) -> int:
     """How many tokens of the prompt prefill had cached, for ``usage``; 0 if the parameters do not say it."""
-    try:
-        return convert(params.get(CACHED_TOKENS_KEY), Count)
-    except Malformed:
-        return 0
+    return count_of(params.get(CACHED_TOKENS_KEY))
 
 
 def offered_tokens_in(params: Mapping[str, Any]) -> int:
@@ -223,8 +172,13 @@ def offered_tokens_in(params: Mapping[str, Any]) -> int:
     manifest = params.get(MANIFEST_KEY)
     if not asks(params, "do_remote_prefill") or not isinstance(manifest, Mapping):
         return 0
+    return count_of(manifest.get("num_tokens"))
+
+
+def count_of(said: object) -> int:
+    """A number of tokens that another server says; 0 if it is none."""
     try:
-        return convert(manifest.get("num_tokens"), Count)
+        return convert(said, Count)
     except Malformed:
         return 0
 
@@ -243,7 +197,7 @@ def read_offer(params: Mapping[str, Any], request_id: str) -> str:
 def name_of(params: Mapping[str, Any], request_id: str) -> str:
     """The name by which the two requests of a push find each other; equal for both, whatever vLLM added to their ids.
     Raises `Malformed`: a field has an unusable value, or the name is the request's own id, which is too long."""
-    return _name_of(_model(params), request_id)
+    return _name_of(convert(_known(params), KvTransferParams), request_id)
 
 
 def is_of_transfer(name: str) -> bool:
@@ -275,21 +229,30 @@ def _require_nameable(request_id: str) -> None:
         raise Malformed(f"found an id that is no Unicode text: {request_id!r:.80}; expected valid Unicode") from error
 
 
+def params_to_prefill(transfer_id: str) -> dict[str, Any]:
+    """Decode's question for a prompt's KV; ``transfer_id``: "" if decode registers only after the answer."""
+    named = {"transfer_id": transfer_id} if transfer_id else {}
+    return {"do_remote_decode": True, "do_remote_prefill": False, **named}
+
+
+def params_to_decode(prefill: RemotePrefill, transfer_id: object) -> dict[str, Any]:
+    """Where prefill is. That is all that decode needs to know where both sides are asked at once."""
+    named = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id}
+    return {**named, **msgspec.to_builtins(prefill)}
+
+
 def prefill_params(
     prefill: RemotePrefill, manifest: Manifest, *, transfer_id: object, transfer_mode: TransferMode, cached_tokens: int
 ) -> dict[str, Any]:
     """The parameters in prefill's answer, for decode's request; ``cached_tokens`` of the prompt are in prefill's prefix
     cache, for decode's ``usage``."""
     return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "transfer_id": transfer_id,
+        **params_to_decode(prefill, transfer_id),
         "transfer_mode": transfer_mode.value,
         "remote_request_id": manifest.request_id,
         # A stock vLLM decode reads these first. With empty lists it gets as far as the handshake, which refuses it.
         "remote_block_ids": [[] for _ in manifest.groups],
         CACHED_TOKENS_KEY: cached_tokens,
-        **msgspec.to_builtins(prefill),
         MANIFEST_KEY: msgspec.to_builtins(manifest),
     }
 

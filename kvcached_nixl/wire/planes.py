@@ -12,18 +12,6 @@ import msgspec
 
 from kvcached_nixl.wire.checked import MAX_TP_SIZE, require
 
-__all__ = [
-    "GroupMemory",
-    "HeadShare",
-    "Planes",
-    "exchanged",
-    "moves",
-    "named_planes",
-    "plane_key",
-    "shared_planes",
-    "spacing",
-]
-
 _ADDRESSES = 2**63
 
 

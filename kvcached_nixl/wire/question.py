@@ -1,37 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode asks of a prefill server, and what that answers.
+"""What decode asks of a prefill server, and what that answers. Pure data.
 
 The request is one of vLLM's own (``vllm/entrypoints/openai/completion``), ``POST /v1/completions`` with token ids,
 which vLLM's authentication guards and which ends when the connection does. Prefill computes the prompt and one token.
-What has more than token ids goes to an endpoint of this package (`wire.asked_prompt`), and so does the question how
-much of a prompt is cached."""
+
+What has more than token ids, images, sounds, ..., or embeddings, goes to an endpoint of this package in msgpack, and so
+does the question how much of a prompt is cached. Whoever reaches the endpoint can send anything: `decode_prompt`
+refuses what vLLM's engine would end at, as far as that can be seen without the model. No bytes become code: there are
+tensors of known types, numbers, and lists of them.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
-from kvcached_nixl.wire.asked_prompt import ASKED_PATH, Prompt, encode
+from kvcached_nixl.wire.checked import Identifier
 from kvcached_nixl.wire.headroom import Computed, Ended
-from kvcached_nixl.wire.params import HEADROOM_KEY, KvTransferParams, RemotePrefill
-
-__all__ = [
-    "MOST_ANSWER_BYTES",
-    "PATH",
-    "ROLE_HEADER",
-    "AskFailed",
-    "Outcome",
-    "Question",
-    "engine_in",
-    "plain_id",
-    "queued_tokens_in",
-    "read_answer",
-]
+from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill, count_of, params_to_prefill
 
 PATH = "v1/completions"
 ROLE_HEADER = "X-Kvcached-Nixl-Role"
@@ -43,6 +36,151 @@ LONGEST_RETRY_SECONDS = 60.0
 """A server that names a longer time is asked again after this."""
 MOST_ANSWER_BYTES = 16 << 20
 """A manifest of a million tokens in blocks of 16 has less than a megabyte."""
+ASKED_PATH = "v1/kvcached_nixl/prefill"
+LOOK_UP_PATH = "v1/kvcached_nixl/cached"
+"""How many tokens of a prompt are cached, and their KV, if wanted: nothing is computed."""
+LEAST_TOKENS, MOST_SECONDS = "least_tokens", "most_seconds"
+"""In its query: if so many tokens are cached, their KV is wanted; and how long the peer waits for the answer."""
+MOST_BODY_BYTES = 256 << 20
+MOST_SENT_BYTES = MOST_BODY_BYTES - (16 << 20)
+"""Of tensors; names, positions and token ids have the rest."""
+MOST_FEATURES = 1024
+WIDTHS: Mapping[str, int] = MappingProxyType(
+    {
+        **{"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8},
+        **{"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8},
+    }
+)
+"""torch's names of types -> bytes of a number."""
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+_Place = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor in a processor's memory, row by row."""
+
+    dtype: str
+    shape: Annotated[tuple[_Place, ...], msgspec.Meta(max_length=8)]
+    data: memoryview
+
+    def __post_init__(self) -> None:
+        if self.dtype not in WIDTHS:
+            raise ValueError(f"a tensor of {self.dtype[:40]!r}; expected one of {', '.join(WIDTHS)}")
+        is_huge = math.prod(max(1, size) for size in self.shape) > MOST_BODY_BYTES
+        if is_huge or math.prod(self.shape) * WIDTHS[self.dtype] != len(self.data):
+            raise ValueError(f"a tensor {self.shape} of {self.dtype} has {len(self.data)} bytes")
+
+
+_Leaf = Tensor | bool | int | float
+Data = _Leaf | list[_Leaf | list[_Leaf | list[_Leaf]]]
+
+
+class Element(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the inputs that a model takes for an image, a sound, ...
+
+    Attributes:
+        field: how vLLM joins those of several images.
+        number: of a flat field the dimension, of a shared one how many share it.
+    """
+
+    data: Data
+    field: Literal["batched", "flat", "shared"]
+    number: Annotated[int, msgspec.Meta(ge=-8, lt=2**31)] = 0
+    keep_on_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        if self.field == "flat":
+            # vLLM joins lists in their only dimension.
+            least, most = (-len(self.data.shape), len(self.data.shape)) if isinstance(self.data, Tensor) else (0, 1)
+            if isinstance(self.data, (int, float)) or not least <= self.number < most:
+                raise ValueError(f"a flat field of dimension {self.number}, beyond its data")
+
+
+class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An image, a sound, ... of a prompt.
+
+    Attributes:
+        identifier: vLLM's hash of it.
+        item: `Element` by name; its bytes identify what they say.
+        is_embed: for each of ``length`` tokens, 1 if the model's embedding of the image stands there; None: for all.
+    """
+
+    modality: _Name
+    identifier: _Name
+    offset: _Place
+    length: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    item: msgspec.Raw
+    is_embed: bytes | None = None
+
+    @property
+    def mask(self) -> bytes:
+        return bytes([1]) * self.length if self.is_embed is None else self.is_embed
+
+    def elements(self) -> dict[str, Element]:
+        """The decoded ``item``. Raises msgspec.ValidationError."""
+        return msgspec.msgpack.decode(self.item, type=dict[str, Element])
+
+
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What prefill is to compute, or to look up. It may have features, or embeddings.
+
+    Attributes:
+        token_ids: 32 bits each, little-endian; none for a prompt of embeddings only.
+        are_tokens: for a prompt of both, 1 where the token's id counts, 0 where its embedding does.
+    """
+
+    request_id: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:-]{1,200}$")]
+    token_ids: bytes
+    features: Annotated[list[Feature], msgspec.Meta(max_length=MOST_FEATURES)] = []
+    embeddings: Tensor | None = None
+    are_tokens: bytes | None = None
+    adapter: str = ""
+    salt: str = ""
+    priority: int = 0
+    transfer_id: Identifier | None = None
+
+    def __post_init__(self) -> None:
+        num_tokens, rest = divmod(len(self.token_ids), 4)
+        if rest or (self.embeddings is not None and self.features):
+            raise ValueError("a prompt has ids of 4 bytes, and not both features and embeddings")
+        if self.embeddings is not None:
+            shape = self.embeddings.shape
+            # Without ids all are embeddings; with them, it is said for each token.
+            tokens = None if self.are_tokens is None else len(self.are_tokens)
+            if len(shape) != 2 or (num_tokens, tokens) not in ((0, None), (shape[0], shape[0])):
+                raise ValueError(f"embeddings {shape} of {num_tokens} token ids, of which {tokens} are known")
+        elif self.are_tokens is not None:
+            raise ValueError("are_tokens without embeddings")
+        _check_features(self.features, num_tokens)
+
+
+def _check_features(features: Iterable[Feature], num_tokens: int) -> None:
+    """Sounds of a video may be between its images, but no token is embedded twice."""
+    taken = bytearray(num_tokens)
+    for one in features:
+        place = slice(one.offset, one.offset + one.length)
+        if place.stop > num_tokens:
+            raise ValueError(f"{one.modality} at {place.start} to {place.stop}, beyond {num_tokens} tokens")
+        mask, here = (int.from_bytes(found, "little") for found in (one.mask, taken[place]))
+        if len(one.mask) != one.length or not mask or max(one.mask) > 1:
+            raise ValueError(f"{one.modality} at {one.offset}: is_embed is not {one.length} times 0 or 1, or all 0")
+        if mask & here:
+            raise ValueError(f"{one.modality} at {one.offset}: a token belongs to two images, sounds, ...")
+        taken[place] = (mask | here).to_bytes(one.length, "little")
+
+
+def decode_prompt(body: bytes | bytearray) -> Prompt:
+    """Returns a prompt that shares its body's memory. Raises ValueError: found and expected, in words."""
+    try:
+        return msgspec.msgpack.decode(body, type=Prompt)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"This is no prompt that kvcached_nixl sends: {error}. Use the same version of it.") from error
+
+
+def encode_prompt(prompt: Any) -> bytes:
+    """Returns the body of a request to `ASKED_PATH`."""
+    return msgspec.msgpack.encode(prompt)
 
 
 @dataclass(frozen=True)
@@ -76,13 +214,13 @@ class Question:
 
     def body(self) -> bytes:
         if self.prompt is not None:
-            return encode(msgspec.structs.replace(self.prompt, transfer_id=self.transfer_id or None))
+            return encode_prompt(msgspec.structs.replace(self.prompt, transfer_id=self.transfer_id or None))
         found: dict[str, Any] = {
             "request_id": plain_id(self.request_id),
             "prompt": self.token_ids,
             "max_tokens": 1,
             "temperature": 0.0,
-            "kv_transfer_params": msgspec.to_builtins(KvTransferParams.for_prefill(self.transfer_id or None)),
+            "kv_transfer_params": params_to_prefill(self.transfer_id),
         }
         if self.priority:
             found["priority"] = self.priority
@@ -95,7 +233,7 @@ class Question:
     def look_up_body(self) -> bytes:
         """Of a request that asks how many of the tokens are cached; not for a prompt that has more than tokens."""
         token_ids = np.asarray(self.token_ids, "<u4").tobytes()
-        return encode(Prompt(plain_id(self.request_id), token_ids, adapter=self.adapter, salt=self.salt))
+        return encode_prompt(Prompt(plain_id(self.request_id), token_ids, adapter=self.adapter, salt=self.salt))
 
 
 def plain_id(request_id: str) -> str:
@@ -182,5 +320,4 @@ def engine_in(params: Mapping[str, Any]) -> RemotePrefill | None:
 def queued_tokens_in(params: Mapping[str, Any]) -> int:
     """How many tokens of prompts wait at a server, by its answer; 0 if that does not say so."""
     headroom = params.get(HEADROOM_KEY)
-    said = headroom.get("queued_tokens") if isinstance(headroom, Mapping) else None
-    return said if isinstance(said, int) and 0 <= said < 2**31 else 0
+    return count_of(headroom.get("queued_tokens")) if isinstance(headroom, Mapping) else 0

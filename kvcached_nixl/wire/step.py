@@ -14,7 +14,7 @@ import itertools
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -23,30 +23,6 @@ from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.timeline import Lasted, Reported
-
-__all__ = [
-    "FAILING",
-    "ORDER",
-    "AwaitClaim",
-    "BlockIds",
-    "EndRenewal",
-    "FetchSpec",
-    "Finish",
-    "LeaseRenewal",
-    "OfferUpdate",
-    "Preempt",
-    "Report",
-    "Reports",
-    "Revocation",
-    "Revoke",
-    "Step",
-    "StepCommand",
-    "Stop",
-    "UnneededOffer",
-    "WakeAddress",
-    "Withdraw",
-    "report_numbers",
-]
 
 BlockIds: TypeAlias = tuple[list[LogicalBlock], ...]
 """Logical block ids per KV-cache group."""
@@ -268,10 +244,13 @@ class Preempt(_Command, frozen=True):
 
 
 StepCommand: TypeAlias = (
+    # First: no message of a peer that is handled after it finds the offer.
     Revoke
+    # In this order: a request may arrive and end between two steps.
     | LeaseRenewal
     | EndRenewal
     | FetchSpec
+    # Before `Stop`: of a request that has arrived and was aborted since, both are told.
     | OfferUpdate
     | AwaitClaim
     | Withdraw
@@ -280,23 +259,7 @@ StepCommand: TypeAlias = (
     | Finish
     | Stop
 )
-
-ORDER: tuple[type[StepCommand], ...] = (
-    # First: no message of a peer that is handled after it finds the offer.
-    Revoke,
-    # In this order: a request may arrive and end between two steps.
-    LeaseRenewal,
-    EndRenewal,
-    FetchSpec,
-    # Before `Stop`: of a request that has arrived and was aborted since, both are told.
-    OfferUpdate,
-    AwaitClaim,
-    Withdraw,
-    UnneededOffer,
-    Preempt,
-    Finish,
-    Stop,
-)
+ORDER: tuple[type[StepCommand], ...] = get_args(StepCommand)
 """The order in which workers take in the commands of one step, whatever the order in which they were told. An
 `OfferUpdate` with tokens follows when the step was launched on the device, and then the request's `Finish`."""
 

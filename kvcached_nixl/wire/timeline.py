@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Interval", "Lasted", "Reported", "State", "Timeline"]
-
 MOST_MARKS = 128
 """Of one timeline: an offer may be asked for and given up any number of times."""
 

@@ -21,8 +21,6 @@ import torch
 from kvcached_nixl.current_device import select
 from kvcached_nixl.settings import SERVER_LOGGER
 
-__all__ = ["Background", "Work"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 Result = TypeVar("Result")

@@ -58,8 +58,6 @@ from kvcached_nixl.worker.transfer_thread import (
 if TYPE_CHECKING:
     from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 
-__all__ = ["Device", "WorkerFacade", "assemble", "build_worker"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 

@@ -24,17 +24,6 @@ from kvcached_nixl.worker.transfer.slab import Slab
 if TYPE_CHECKING:
     from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
 
-__all__ = [
-    "Registered",
-    "SlabLoad",
-    "choose",
-    "lay_out",
-    "make_slab",
-    "num_kept",
-    "num_slots",
-    "register",
-]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 

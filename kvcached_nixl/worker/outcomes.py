@@ -19,8 +19,6 @@ from kvcached_nixl.wire.timeline import Lasted, Reported
 from kvcached_nixl.worker.transfer.slab import SlabUse
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
 
-__all__ = ["OutcomeQueue", "WorkerCounters"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 MOST_REASON = 1000

@@ -46,8 +46,6 @@ from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import contained
 
-__all__ = ["BlocksWritable", "Command", "IsReached", "LocalIdentity", "NewWeights", "Reached", "TransferThread"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 POLL_SECONDS = 0.0005

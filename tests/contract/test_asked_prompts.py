@@ -31,8 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.patches import answering, frontend, patches_in
-from kvcached_nixl.wire.asked_prompt import ASKED_PATH, LOOK_UP_PATH, MOST_SENT_BYTES, Prompt, encode
-from kvcached_nixl.wire.question import Question
+from kvcached_nixl.wire.question import ASKED_PATH, LOOK_UP_PATH, MOST_SENT_BYTES, Prompt, Question, encode_prompt
 
 HIDDEN = 8
 IDS = list(range(40))
@@ -152,7 +151,7 @@ def sent(asked: Any, adapter: str = "") -> Prompt:
 
 
 def body_of(asked: Any, adapter: str = "") -> bytes:
-    return encode(sent(asked, adapter))
+    return encode_prompt(sent(asked, adapter))
 
 
 def batched(prompt: Any) -> Any:
@@ -233,7 +232,7 @@ def ids(*found: int, are_tokens: list[bool] | None = None) -> bytes:
 
 def image(**more: Any) -> bytes:
     whole = sent(request(feature(2)))
-    return encode(msgspec.structs.replace(whole, features=[msgspec.structs.replace(whole.features[0], **more)]))
+    return encode_prompt(msgspec.structs.replace(whole, features=[msgspec.structs.replace(whole.features[0], **more)]))
 
 
 REFUSED = {

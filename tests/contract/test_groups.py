@@ -42,8 +42,7 @@ from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 from kvcached_nixl.vllm.patches import arrival
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.causes import FailureCause
-from kvcached_nixl.wire.kv_groups import Keeps, KVGroup
-from kvcached_nixl.wire.manifest import BlockRange
+from kvcached_nixl.wire.manifest import BlockRange, Keeps, KVGroup
 from kvcached_nixl.worker.geometry.descriptors import Route
 from kvcached_nixl.worker.transfer import topology
 

@@ -26,8 +26,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import sent_prompt
 from kvcached_nixl.vllm.patches import answering, leaving, patches_in
-from kvcached_nixl.wire.asked_prompt import ASKED_PATH, encode
-from kvcached_nixl.wire.question import AskFailed, read_answer
+from kvcached_nixl.wire.question import ASKED_PATH, AskFailed, encode_prompt, read_answer
 
 KEY = {"Authorization": "Bearer key"}
 ROLE = "/v1/kvcached_nixl/role"
@@ -286,7 +285,7 @@ def test_the_endpoint_for_images_is_refused_as_busy() -> None:
     async def test(http: Http) -> None:
         for role, served_here in (("prefill", True), ("decode", False), ("both", True)):
             await take(http, role)
-            reply = await http.post(f"/{ASKED_PATH}", content=encode(asked))
+            reply = await http.post(f"/{ASKED_PATH}", content=encode_prompt(asked))
             if served_here:
                 assert read_answer(reply.status_code, reply.headers, reply.content) == {"a": 1}
                 continue

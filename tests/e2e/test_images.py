@@ -32,7 +32,7 @@ from experiments.common.counted import count, hand_overs
 from experiments.common.device import with_extra
 from experiments.common.families import stand_ins
 from experiments.common.servers import Server, asking, running
-from kvcached_nixl.wire.asked_prompt import ASKED_PATH
+from kvcached_nixl.wire.question import ASKED_PATH
 
 has_images = pytest.mark.skipif(
     Version(version("vllm")) < Version("0.28"),

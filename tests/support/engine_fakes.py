@@ -14,8 +14,7 @@ from kvcached_nixl.scheduler.context import EngineContext, StockScheduler
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.headroom import BlockUsage
-from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
+from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Keeps, KVGroup, KVGroups, Manifest, digest_of
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params
 from kvcached_nixl.wire.step import Report, Reports, WakeAddress
 

@@ -57,7 +57,7 @@ class Asked:
 
     def ends(self, found: dict[str, Any] | Outcome) -> None:
         self.asker.engine.cluster.asked.remove(self)
-        self.asker.answers(self.number, found)
+        self.asker.answers.append((self.number, found))
 
     def hang_up(self) -> None:
         """The connection ends, and with it the request."""
@@ -93,7 +93,7 @@ class FlowAsker(Asker):
 
         def told(params: Mapping[str, Any] | None) -> None:
             said = None if params is None else msgspec.json.decode(msgspec.json.encode(params))
-            self._looked_up.append((question.request_id, server, said))
+            self.cached.append((question.request_id, server, said))
 
         if found is None:
             told(None)
@@ -102,7 +102,4 @@ class FlowAsker(Asker):
 
     def check(self, server: Server) -> None:
         running = self.engine.cluster.running
-        self._checked.append((server, any(url_of(one.own.engine_id) == server.url for one in running)))
-
-    def answers(self, number: int, found: dict[str, Any] | Outcome) -> None:
-        self._answers.append((number, found))
+        self.checked.append((server, any(url_of(one.own.engine_id) == server.url for one in running)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that asks prefill servers over HTTP. One per engine.
 
-`Asker.ask` and `Asker.cancel` are called on the engine's thread and return at once; the answers are taken there, too
-(`Asker.take`). The thread starts with the first question.
+Its methods are called on the engine's thread and return at once; the answers are taken there, too (`taken`). The thread
+starts with the first question.
 """
 
 from __future__ import annotations
@@ -13,21 +13,27 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.wire.asked_prompt import LEAST_TOKENS, LOOK_UP_PATH, MOST_SECONDS
-from kvcached_nixl.wire.question import MOST_ANSWER_BYTES, AskFailed, Outcome, Question, read_answer
+from kvcached_nixl.wire.question import (
+    LEAST_TOKENS,
+    LOOK_UP_PATH,
+    MOST_ANSWER_BYTES,
+    MOST_SECONDS,
+    AskFailed,
+    Outcome,
+    Question,
+    read_answer,
+)
 
 if TYPE_CHECKING:
     import aiohttp
     from yarl import URL
 
     from kvcached_nixl.scheduler.asking.servers import Server
-
-__all__ = ["Asker"]
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -42,6 +48,10 @@ PIECE_BYTES = 1 << 18
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A host that has vanished is noticed after 20 s."""
 
+T = TypeVar("T")
+Params: TypeAlias = dict[str, Any]
+"""``kv_transfer_params``."""
+
 
 class Asker:
     """See the module.
@@ -49,15 +59,21 @@ class Asker:
     Args:
         api_key: sent as a bearer token; "" for none.
         woken: called on the thread when there is an answer to take.
+
+    Attributes:
+        answers: by the numbers of questions: parameters, or why there are none.
+        checked: servers that were checked, and whether they are well.
+        cached: by the ids of requests and server: parameters, empty if it does not know, or None if it has not answered
+            in time.
     """
 
     def __init__(self, api_key: str, woken: Callable[[], None]) -> None:
         self._api_key = api_key.encode()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._woken = woken
-        self._answers: deque[tuple[int, dict[str, Any] | Outcome]] = deque()
-        self._checked: deque[tuple[Server, bool]] = deque()
-        self._looked_up: deque[tuple[str, Server, dict[str, Any] | None]] = deque()
+        self.answers: deque[tuple[int, Params | Outcome]] = deque()
+        self.checked: deque[tuple[Server, bool]] = deque()
+        self.cached: deque[tuple[str, Server, Params | None]] = deque()
         self._tasks: dict[object, asyncio.Task[None]] = {}
         # By question.
         self._sockets: dict[object, list[socket.socket]] = {}
@@ -66,40 +82,26 @@ class Asker:
         self._session: aiohttp.ClientSession | None = None
 
     def ask(self, number: int, server: Server, question: Question) -> None:
-        """Asks one server; `take` returns its answer under the same number."""
-        self._called(self._begin, number, self._ask, number, server.url, server.address, question)
+        """Asks one server for the KV of a prompt (`answers`)."""
+        self._called(self._begin, number, self._ask, number, server, question)
 
     def check(self, server: Server) -> None:
-        """Asks a server that has not answered for long whether it is well; `take_checked` has the answer."""
+        """Asks a server that has not answered for long whether it is well (`checked`)."""
         self._called(self._begin, server, self._check, server)
 
-    def take_checked(self) -> list[tuple[Server, bool]]:
-        """Returns, since the last call, servers that were checked, and whether they are well."""
-        return [self._checked.popleft() for _ in range(len(self._checked))]
-
     def look_up(self, server: Server, question: Question, least_tokens: int, most_seconds: float) -> None:
-        """Asks a server how much of a prompt it has cached; `take_looked_up` has the answer, in any case. If it has
-        ``least_tokens``, their KV is wanted; 0 if only their number is."""
-        asked = server, server.address, question, least_tokens, most_seconds
-        self._called(self._begin, object(), self._look_up, *asked)
-
-    def take_looked_up(self) -> list[tuple[str, Server, dict[str, Any] | None]]:
-        """Returns the answers since the last call, with the ids of the requests: ``kv_transfer_params``, empty if a
-        server does not know, or None if it has not answered in time."""
-        return [self._looked_up.popleft() for _ in range(len(self._looked_up))]
+        """Asks a server how much of a prompt it has cached (`cached`). If it has ``least_tokens``, their KV is wanted;
+        0 if only their number is."""
+        self._called(self._begin, object(), self._look_up, server, question, least_tokens, most_seconds)
 
     def cancel(self, number: int) -> None:
         """Nobody waits for the answer any more: prefill is told to stop computing the prompt. What it has answered by
         then may still be taken, within 5 s."""
         self._called(self._end, number)
 
-    def take(self) -> list[tuple[int, dict[str, Any] | Outcome]]:
-        """Returns the answers since the last call: ``kv_transfer_params``, or why there are none."""
-        return [self._answers.popleft() for _ in range(len(self._answers))]
-
     @property
     def has_answers(self) -> bool:
-        return bool(self._answers or self._checked or self._looked_up)
+        return bool(self.answers or self.checked or self.cached)
 
     def close(self) -> None:
         """Cancels all questions, and ends the thread."""
@@ -146,44 +148,22 @@ class Asker:
         task.add_done_callback(lambda _: (self._tasks.pop(key), self._sockets.pop(key, None)))
 
     async def _check(self, server: Server) -> None:
-        import aiohttp
-
-        is_well = False
-        try:
-            url, more = self._target(server.url, server.address, "health")
-            timeout = aiohttp.ClientTimeout(total=CHECK_SECONDS)
-            async with self._opened().get(url, timeout=timeout, allow_redirects=False, **more) as response:
-                is_well = response.status == 200
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            logger.debug("Prefill server %s is not well: %s", server, type(error).__name__)
-        except Exception:
-            # Without a result the server would never be checked again, and be waited for without an end.
-            logger.exception("A prefill server could not be checked; expected no such error")
-        self._checked.append((server, is_well))
+        self.checked.append((server, await self._outcome("checked", server, self._is_well(server)) is True))
         self._woken()
 
-    async def _look_up(
-        self, server: Server, address: str, question: Question, least_tokens: int, most_seconds: float
-    ) -> None:
-        import aiohttp
-
-        params: dict[str, Any] | None = None
-        try:
-            url, more = self._target(server.url, address, LOOK_UP_PATH, **{"Content-Type": "application/msgpack"})
-            url = url.with_query({LEAST_TOKENS: least_tokens, MOST_SECONDS: most_seconds})
-            more |= {"timeout": aiohttp.ClientTimeout(total=most_seconds), "allow_redirects": False}
-            async with self._opened().post(url, data=question.look_up_body(), **more) as response:
-                params = read_answer(response.status, response.headers, await _answer_of(response))
-        except AskFailed:
-            params = {}
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            # Its text may repeat the key.
-            logger.debug("Prefill server %s does not say what it has cached: %s", server, type(error).__name__)
-        except Exception:
-            # Without an answer the request would wait for ever.
-            logger.exception("A prefill server could not be asked what it has cached; expected no such error")
-        self._looked_up.append((question.request_id, server, params))
+    async def _look_up(self, server: Server, question: Question, least_tokens: int, most_seconds: float) -> None:
+        asked = self._cached(server, question, least_tokens, most_seconds)
+        found = await self._outcome("asked what it has cached", server, asked)
+        self.cached.append((question.request_id, server, None if isinstance(found, Outcome) else found))
         self._woken()
+
+    async def _ask(self, number: int, server: Server, question: Question) -> None:
+        self._sockets[number] = []
+        _SOCKETS.set(self._sockets[number])
+        found = await self._outcome("asked", server, self._params(server, question))
+        if number in self._sockets or not isinstance(found, Outcome):
+            self.answers.append((number, found))
+            self._woken()
 
     def _end(self, number: int) -> None:
         task, is_told = self._tasks.get(number), False
@@ -201,40 +181,54 @@ class Asker:
         else:
             task.cancel()
 
-    async def _ask(self, number: int, url: str, address: str, question: Question) -> None:
-        self._sockets[number] = []
-        _SOCKETS.set(self._sockets[number])
-        found = await self._found(url, address, question)
-        if number in self._sockets or not isinstance(found, Outcome):
-            self._answers.append((number, found))
-            self._woken()
-
-    async def _found(self, url: str, address: str, question: Question) -> dict[str, Any] | Outcome:
+    async def _outcome(self, asked: str, server: Server, answer: Awaitable[T]) -> T | Outcome:
+        """What a server has answered, or why it has not. Raises nothing: without a result, who has ``asked`` would wait
+        for ever."""
         import aiohttp
 
         try:
-            return await self._post(url, address, question)
+            return await answer
         except AskFailed as error:
             return error.outcome
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            logger.debug("Prefill server %s could not be %s: %s", server, asked, type(error).__name__)
             reason = f"{type(error).__name__}: {error}"
             if self._api_key:
                 # What is no HTTP is shown as it came, and may repeat what was sent.
                 reason = reason.replace(self._api_key.decode(), "***")
             return Outcome(reason, is_of_server=True)
         except Exception as error:
-            # Without an answer the request would wait for ever.
-            logger.exception("A prefill server could not be asked; expected no such error")
+            logger.exception("A prefill server could not be %s; expected no such error", asked)
             return Outcome(f"a defect: {type(error).__name__}: {error}")
 
-    async def _post(self, url: str, address: str, question: Question) -> dict[str, Any]:
+    async def _is_well(self, server: Server) -> bool:
+        import aiohttp
+
+        url, more = self._target(server, "health")
+        timeout = aiohttp.ClientTimeout(total=CHECK_SECONDS)
+        async with self._opened().get(url, timeout=timeout, allow_redirects=False, **more) as response:
+            return response.status == 200
+
+    async def _cached(self, server: Server, question: Question, least_tokens: int, most_seconds: float) -> Params:
+        import aiohttp
+
+        url, more = self._target(server, LOOK_UP_PATH, **{"Content-Type": "application/msgpack"})
+        url = url.with_query({LEAST_TOKENS: least_tokens, MOST_SECONDS: most_seconds})
+        more |= {"timeout": aiohttp.ClientTimeout(total=most_seconds), "allow_redirects": False}
+        try:
+            async with self._opened().post(url, data=question.look_up_body(), **more) as response:
+                return read_answer(response.status, response.headers, await _answer_of(response))
+        except AskFailed:
+            return {}
+
+    async def _params(self, server: Server, question: Question) -> Params:
         import aiohttp
 
         sent = _Body(question.body())
         length = {"Content-Length": str(len(sent.rest))}
-        target, more = self._target(url, address, question.path, **question.headers, **length)
+        url, more = self._target(server, question.path, **question.headers, **length)
         try:
-            async with self._opened().post(target, data=sent, allow_redirects=False, **more) as response:
+            async with self._opened().post(url, data=sent, allow_redirects=False, **more) as response:
                 body = await _answer_of(response)
         except aiohttp.ClientConnectionError as error:
             if not sent.is_begun:
@@ -250,16 +244,16 @@ class Asker:
             body = body.replace(self._api_key, b"***")
         return read_answer(response.status, response.headers, body)
 
-    def _target(self, url: str, address: str, path: str, **headers: str) -> tuple[URL, dict[str, Any]]:
+    def _target(self, server: Server, path: str, **headers: str) -> tuple[URL, dict[str, Any]]:
         from yarl import URL
 
         headers = {**self._headers, **headers}
-        target = URL(url) / path
-        if not address:
+        target = URL(server.url) / path
+        if not server.address:
             return target, {"headers": headers}
         # The certificate is that of the name.
         headers["Host"] = target.authority
-        return target.with_host(address), {"headers": headers, "server_hostname": target.host}
+        return target.with_host(server.address), {"headers": headers, "server_hostname": target.host}
 
     def _opened(self) -> aiohttp.ClientSession:
         import aiohttp
@@ -272,6 +266,11 @@ class Asker:
             more: dict[str, Any] = {"cookie_jar": aiohttp.DummyCookieJar(), "trust_env": False}
             self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, **more)
         return self._session
+
+
+def taken(found: deque[T]) -> list[T]:
+    """Returns what has come until now, and takes it out. The thread may go on to add."""
+    return [found.popleft() for _ in range(len(found))]
 
 
 class _Body:

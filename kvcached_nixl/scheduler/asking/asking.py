@@ -21,8 +21,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from kvcached_nixl.deadlines import earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.local import BreakEven, LocalPrefills
@@ -35,11 +33,9 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import Progress, Request
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import Computed, Ended
-from kvcached_nixl.wire.params import KvTransferParams, asks
+from kvcached_nixl.wire.params import asks, params_to_decode
 from kvcached_nixl.wire.question import Outcome
 from kvcached_nixl.wire.timeline import State
-
-__all__ = ["Asking"]
 
 MOST_PASSED = 16
 PASSING_SECONDS = 10.0
@@ -337,7 +333,7 @@ class Asking:
         if wanted.named is not None:
             # Never used again: prefill would pair it with another request.
             question = dataclasses.replace(question, transfer_id=uuid.uuid4().hex)
-            self._go_on(wanted, msgspec.to_builtins(KvTransferParams.for_decode(wanted.named, question.transfer_id)))
+            self._go_on(wanted, params_to_decode(wanted.named, question.transfer_id))
         self.questions.ask(wanted, choice, question)
 
     def _go_on(self, wanted: Wanted, params: Mapping[str, Any]) -> None:

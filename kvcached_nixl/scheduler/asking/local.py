@@ -15,8 +15,6 @@ from collections.abc import Collection, Iterable
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.engine import BlockPool, Request
 
-__all__ = ["BreakEven", "LocalPrefills", "SecondsByTokens"]
-
 HALF_LIFE_SECONDS = 60.0
 LEAST_WEIGHT = 0.5
 """Of all measurements. With less, nothing is known."""

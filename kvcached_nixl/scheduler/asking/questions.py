@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.local import BreakEven
 from kvcached_nixl.scheduler.asking.servers import Choice, Server, Servers
 from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
@@ -19,8 +19,6 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import AskingFigures, Ended
 from kvcached_nixl.wire.params import HAS_CLIENTS_KEY, cached_tokens_in, offered_tokens_in
 from kvcached_nixl.wire.question import Outcome, Question, engine_in, queued_tokens_in
-
-__all__ = ["Questions"]
 
 MOST_TRIES = 2
 MOST_LOST = 2
@@ -90,10 +88,10 @@ class Questions:
     def take(self) -> list[tuple[Wanted, Found]]:
         """Returns what has come of questions since the last call, and has servers checked that are silent."""
         found: list[tuple[Wanted, Found]] = []
-        for number, answer in self._asker.take():
+        for number, answer in taken(self._asker.answers):
             found += self._answered(number, answer)
         late = Outcome("it has answered nothing for too long", is_of_server=True)
-        for server, is_well in self._asker.take_checked():
+        for server, is_well in taken(self._asker.checked):
             if self._servers.has_failed(server, is_well=is_well):
                 found += [self._failed(number, late) for number in list(server.asked)]
         for server in self._servers.take_silent():
@@ -187,7 +185,7 @@ class Questions:
     def take_looked_up(self) -> list[Wanted]:
         """Returns requests whose servers have all answered, or are not waited for any longer."""
         ended: list[Wanted] = []
-        for request_id, server, params in self._asker.take_looked_up():
+        for request_id, server, params in taken(self._asker.cached):
             server.answers_look_ups = params is not None
             wanted, waited_for = self.looked_up.get(request_id, (None, set()))
             if params is not None:

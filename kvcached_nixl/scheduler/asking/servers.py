@@ -31,8 +31,6 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.question import Outcome
 
-__all__ = ["Choice", "Resolver", "Server", "Servers", "addresses_of", "is_name"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 SHORTEST_PAUSE_SECONDS = 0.5

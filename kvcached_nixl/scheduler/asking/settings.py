@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.settings import bad, read_flag, read_seconds
 
-__all__ = ["AskSettings"]
-
 KEY_VARIABLE = "KVCACHED_NIXL_PREFILL_API_KEY"
 _UNKNOWN = "It is not known which prefill servers may be asked, or how."
 

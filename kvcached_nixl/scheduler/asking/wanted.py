@@ -23,8 +23,6 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.question import Outcome, Question
 
-__all__ = ["Queue", "QueueLimit", "Stage", "Wanted", "Window"]
-
 
 class Stage(Enum):
     """Of a request whose KV is wanted; see `asking.asking`."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcached_nixl.vllm.adapter.attributes import optional, private
-from kvcached_nixl.wire.asked_prompt import MOST_SENT_BYTES, Element, Feature, Prompt, Tensor
+from kvcached_nixl.wire.question import MOST_SENT_BYTES, Element, Feature, Prompt, Tensor
 
 _ASKED = "kvcached_nixl:"
 _DIGITS = 32

@@ -21,7 +21,7 @@ from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import FACADE_CLASS_NAMES
 from kvcached_nixl.vllm.adapter.specs import keeps_of
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
-from kvcached_nixl.wire.kv_groups import Keeps
+from kvcached_nixl.wire.manifest import Keeps
 
 _EXTRA = "kv_connector_extra_config"
 TRUSTED = "trusted_connectors"

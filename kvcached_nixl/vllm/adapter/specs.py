@@ -31,7 +31,7 @@ from kvcached_nixl.vllm.adapter.versions import (
     found_version,
     installed_has,
 )
-from kvcached_nixl.wire.kv_groups import Keeps
+from kvcached_nixl.wire.manifest import Keeps
 from kvcached_nixl.worker.geometry.planes import StatePart
 
 

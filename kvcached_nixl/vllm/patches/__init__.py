@@ -25,8 +25,6 @@ from kvcached_nixl.vllm.patches import (
     windows,
 )
 
-__all__ = ["PATCHES", "patches_in"]
-
 _SUBJECTS = (
     factory,
     kvcached_quirks,

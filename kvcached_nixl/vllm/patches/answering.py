@@ -37,15 +37,15 @@ from kvcached_nixl.vllm.adapter.locate import API_ROUTES
 from kvcached_nixl.vllm.patches.engine_blocks import blocks_of, bound_sides
 from kvcached_nixl.vllm.patches.leaving import drop_rest
 from kvcached_nixl.vllm.patches.roles import ARRIVED, ROLE_PATH, ROLES, answer, role_of
-from kvcached_nixl.wire.asked_prompt import (
+from kvcached_nixl.wire.params import params_to_prefill
+from kvcached_nixl.wire.question import (
     ASKED_PATH,
     LEAST_TOKENS,
     LOOK_UP_PATH,
     MOST_BODY_BYTES,
     MOST_SECONDS,
-    decode,
+    decode_prompt,
 )
-from kvcached_nixl.wire.params import KvTransferParams
 
 MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
 """Of all requests whose prompts are not computed yet."""
@@ -127,13 +127,13 @@ async def _computed(body: bytearray, request: Any) -> Any:
     state = request.app.state
     client, renderer = state.engine_client, state.engine_client.renderer
     loop = asyncio.get_running_loop()
-    asked = await loop.run_in_executor(None, decode, body)
+    asked = await loop.run_in_executor(None, decode_prompt, body)
     adapter = _adapter_of(state, asked.adapter)
     # vLLM's caches of images, sounds, ... are used on this thread only.
     executor = private(renderer, "_mm_executor")
     prompt = await loop.run_in_executor(executor, engine_prompt, asked, renderer, client.model_config)
     headers = {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
-    wishes = msgspec.to_builtins(KvTransferParams.for_prefill(asked.transfer_id))
+    wishes = params_to_prefill(asked.transfer_id or "")
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": wishes})
     found = None
     async for output in client.generate(
@@ -180,7 +180,7 @@ async def _looked_up(body: bytearray, request: Any) -> Any:
         one.gives({"do_remote_decode": True})
         if one.refusal:
             raise _error(HTTPStatus.SERVICE_UNAVAILABLE, one.refusal)
-    asked = await asyncio.get_running_loop().run_in_executor(None, decode, body)
+    asked = await asyncio.get_running_loop().run_in_executor(None, decode_prompt, body)
     if asked.features or asked.embeddings is not None:
         raise ValueError("only prompts of tokens are looked up")
     state = request.app.state

@@ -29,7 +29,7 @@ from kvcached_nixl.vllm.adapter.requests import WHOLE_BECAUSE, ends_in_media, ha
 from kvcached_nixl.vllm.adapter.specs import keeps_of
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.tier import tier_of
-from kvcached_nixl.wire.kv_groups import FEWEST_TOKENS, Keeps
+from kvcached_nixl.wire.manifest import FEWEST_TOKENS, Keeps
 
 
 @Patch(ENGINE_SCHEDULER, "add_request", "scheduler", "self request").because(

@@ -46,7 +46,7 @@ from kvcached_nixl.vllm.adapter.requests import RequestReader
 from kvcached_nixl.vllm.adapter.specs import keeps_of, specs_of
 from kvcached_nixl.vllm.adapter.tracing import spans_of
 from kvcached_nixl.vllm.patches.tier import serve
-from kvcached_nixl.wire.kv_groups import Keeps, KVGroup, KVGroups
+from kvcached_nixl.wire.manifest import Keeps, KVGroup, KVGroups
 
 logger = logging.getLogger(SERVER_LOGGER)
 

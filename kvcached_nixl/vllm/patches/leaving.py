@@ -35,9 +35,8 @@ from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE
 from kvcached_nixl.vllm.adapter.neighbours import with_children
 from kvcached_nixl.vllm.patches.roles import ARRIVED, READY, ROLES, Arrived, Role, Roles, tell_ready
-from kvcached_nixl.wire.asked_prompt import MOST_BODY_BYTES
 from kvcached_nixl.wire.causes import FAILED, FailureCause
-from kvcached_nixl.wire.question import ROLE_HEADER
+from kvcached_nixl.wire.question import MOST_BODY_BYTES, ROLE_HEADER
 
 logger = logging.getLogger(SERVER_LOGGER)
 

@@ -28,8 +28,6 @@ from kvcached_nixl.errors import Refused
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import asks
 
-__all__ = ["ARRIVED", "READY", "ROLES", "ROLE_PATH", "Arrived", "Role", "Roles", "answer", "role_of", "tell_ready"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 ROLES = "kvcached_nixl_roles"

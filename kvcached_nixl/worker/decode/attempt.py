@@ -31,8 +31,6 @@ from kvcached_nixl.worker.transfer.staging import StagingWindow
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer, kernel_blocks_of
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
-__all__ = ["Attempt", "Part", "ReadPart"]
-
 
 class Part:
     """What one rank of prefill contributes to an attempt.

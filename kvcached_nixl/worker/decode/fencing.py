@@ -38,8 +38,6 @@ from kvcached_nixl.worker.background import Background, Work
 from kvcached_nixl.worker.decode.attempt import Attempt, Part
 from kvcached_nixl.worker.transfer.context import RecentSet, WorkerContext
 
-__all__ = ["ActiveWriters", "GateUse", "WriteGates"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 LOOK_SECONDS = 5.0

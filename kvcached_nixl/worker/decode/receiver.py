@@ -24,8 +24,6 @@ from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.peers import PeerListener
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
-__all__ = ["Receiver", "Renewals"]
-
 REPEAT_SECONDS = 5.0
 """How often a rank that may still write is asked again to stop."""
 

@@ -36,8 +36,6 @@ from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.staging import Held, StagingWindow
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 
-__all__ = ["NEXT", "ArrivedWrites", "Event", "Stage", "WritePart"]
-
 
 class Stage(enum.Enum):
     """What a `write_part.WritePart` waits for; `NEXT` alone changes it. Blocks are free in ENDED only, when nothing is

@@ -28,8 +28,6 @@ from kvcached_nixl.transport.agent import Ranges
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.planes import Planes, shared_planes
 
-__all__ = ["Descriptors", "Route", "misfit", "split"]
-
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 MAX_RUN_BYTES = 8 << 20

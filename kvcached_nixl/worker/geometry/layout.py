@@ -37,8 +37,6 @@ from kvcached_nixl.worker.geometry.planes import (
     state_planes,
 )
 
-__all__ = ["Arrangement", "Layout", "Page", "Region", "group_memory", "plan"]
-
 
 class Arrangement(enum.Enum):
     """How kvcached lays out the blocks of one KV cache in memory."""

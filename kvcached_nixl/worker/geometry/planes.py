@@ -17,8 +17,6 @@ import torch
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.wire.planes import HeadShare, Planes, plane_key
 
-__all__ = ["Axes", "StatePart", "cell_bytes_of", "pages_of_state", "part_planes", "planes_of", "state_planes"]
-
 
 @dataclass(frozen=True)
 class Axes:

@@ -32,8 +32,6 @@ from kvcached_nixl.worker.transfer.staging import Held
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob, TransferTally
 
-__all__ = ["GRACE_SECONDS", "Offer", "OfferMatcher", "WriteKey", "WriteTask"]
-
 WriteKey = tuple[str, int]
 """(agent that registered, its attempt)."""
 

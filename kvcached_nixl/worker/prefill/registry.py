@@ -25,8 +25,6 @@ from kvcached_nixl.worker.prefill.writer import Writer
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
-__all__ = ["Leases", "OfferRegistry"]
-
 WANTED_INTERVALS = 2
 """For so many intervals between heartbeats after the last one, decode counts as waiting for an offer."""
 

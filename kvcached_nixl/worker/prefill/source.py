@@ -19,8 +19,6 @@ from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.slab import Use
 from kvcached_nixl.worker.transfer.staging import Held
 
-__all__ = ["FromBlocks", "Staged"]
-
 WINDOWS = 2
 """Windows that one registration has at a time: one is transferred while the other is copied."""
 

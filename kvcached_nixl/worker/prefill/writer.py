@@ -40,8 +40,6 @@ from kvcached_nixl.worker.transfer.staging import Held
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferJob
 
-__all__ = ["Writer"]
-
 PROBE_SECONDS = 5.0
 """How often a rank of decode is probed once its registration is overdue."""
 RENEW_SECONDS = 5.0

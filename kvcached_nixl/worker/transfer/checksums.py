@@ -27,8 +27,6 @@ from kvcached_nixl.wire.messages import MAX_ATTEMPT, KernelBlockRange, Written
 from kvcached_nixl.wire.planes import GroupMemory, Planes, exchanged, moves, shared_planes
 from kvcached_nixl.worker.background import Background, Work
 
-__all__ = ["Checksums", "Content"]
-
 _PIECE_BYTES = 32 << 20
 
 Result = TypeVar("Result")

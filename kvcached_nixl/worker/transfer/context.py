@@ -31,8 +31,6 @@ from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer, LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 
-__all__ = ["GateConnections", "RecentSet", "WorkerContext"]
-
 T = TypeVar("T")
 
 CAPACITY = 65_536

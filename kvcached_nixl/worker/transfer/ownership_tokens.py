@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 from kvcached_nixl.transport.agent import Ranges
 
-__all__ = ["BUCKETS", "BUFFERS", "TOKENS_PER_BUCKET", "TokenArray", "TokenBuffers", "TokenTable", "bucket_of"]
-
 BUCKETS = 1024
 TOKENS_PER_BUCKET = 64
 BUCKET_BYTES = TOKENS_PER_BUCKET * 8

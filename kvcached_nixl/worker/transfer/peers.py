@@ -29,8 +29,6 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.messages import Peer
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer, LocalRank, examine
 
-__all__ = ["PeerListener", "Peers", "contained"]
-
 logger = logging.getLogger(SERVER_LOGGER)
 
 HANDSHAKE_TRIES = 5

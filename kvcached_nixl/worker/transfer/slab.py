@@ -38,8 +38,6 @@ from kvcached_nixl.current_device import select
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.layout import Layout, Region
 
-__all__ = ["Slab", "SlabUse", "Slots", "Use"]
-
 _ALIGNED_BYTES = 4096
 _PIECE_BLOCKS = 512
 

@@ -24,9 +24,6 @@ from kvcached_nixl.worker.geometry.descriptors import split
 from kvcached_nixl.worker.transfer.peers import contained
 from kvcached_nixl.worker.transfer.slab import Slab, SlabUse, Slots, Use
 
-__all__ = ["Held", "Staging", "StagingWindow"]
-
-
 WINDOW_BLOCKS = 512
 """Most kernel blocks in the slots of one range: so the next range can be copied while this one is transferred."""
 _SHARES = 4

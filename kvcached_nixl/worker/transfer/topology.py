@@ -20,8 +20,6 @@ from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, exchanged, moves, named_planes, spacing
 from kvcached_nixl.worker.geometry.descriptors import Descriptors, Route, misfit, split
 
-__all__ = ["ConnectedPeer", "LocalRank", "contributors", "examine", "fits", "kernel_blocks_of", "ranges", "routes"]
-
 GroupRoutes: TypeAlias = tuple[tuple[Route, ...], ...]
 """Per KV-cache group, one route per kind of planes."""
 

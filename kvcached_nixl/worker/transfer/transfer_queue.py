@@ -18,8 +18,6 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, Transport, TransportError
 from kvcached_nixl.worker.transfer.peers import PeerListener
 
-__all__ = ["TransferTally", "Budget", "TransferJob", "TransferQueue"]
-
 
 @dataclass
 class TransferTally:

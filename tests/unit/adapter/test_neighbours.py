@@ -20,7 +20,7 @@ from kvcached_nixl.vllm.adapter.neighbours import (
     require_one_group,
 )
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE
-from kvcached_nixl.wire.kv_groups import Keeps
+from kvcached_nixl.wire.manifest import Keeps
 
 BASE = type("KVConnectorBase_V1", (), {"__module__": f"{KV_TRANSFER}.v1.base"})
 

@@ -22,7 +22,7 @@ from kvcached_nixl.vllm.adapter.versions import (
     Change,
 )
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
-from kvcached_nixl.wire.kv_groups import Keeps
+from kvcached_nixl.wire.manifest import Keeps
 from kvcached_nixl.worker.geometry.layout import Page
 from kvcached_nixl.worker.geometry.planes import Axes
 

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 from support.codecs import fuzz
 
-from kvcached_nixl.wire.asked_prompt import Data, Element, Feature, Prompt, Tensor, decode, encode
+from kvcached_nixl.wire.question import Data, Element, Feature, Prompt, Tensor
+from kvcached_nixl.wire.question import decode_prompt as decode
+from kvcached_nixl.wire.question import encode_prompt as encode
 
 NUM_TOKENS = 40
 IDS = bytes(4 * NUM_TOKENS)

@@ -34,7 +34,6 @@ from kvcached_nixl.wire.messages import (
     heartbeats,
     is_heartbeat,
     is_nameable,
-    is_ours,
     read_heartbeat,
 )
 
@@ -76,7 +75,6 @@ MESSAGES += [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_as_it_was_sent(message: Message) -> None:
     assert decode(encode(message)) == message
-    assert is_ours(encode(message))
     assert not is_heartbeat(encode(message))
 
 
@@ -94,7 +92,6 @@ def fields_of(message: Message, changed: dict[str, Any]) -> dict[str, Any]:
     ids=plain_id,
 )
 def test_a_notification_of_vllm_is_not_taken_for_one_of_ours(stock: bytes) -> None:
-    assert not is_ours(stock)
     with pytest.raises(Malformed, match="expected it to start with"):
         decode(stock)
 
@@ -138,14 +135,8 @@ WRONG_REGISTRATIONS = [
 ]
 
 
-@pytest.mark.parametrize("changed", WRONG_REGISTRATIONS, ids=lambda changed: str(changed)[:60])
-def test_a_registration_out_of_range_is_malformed(changed: dict[str, Any]) -> None:
-    """A wrong field is found on receipt, before any block is looked at."""
-    with pytest.raises(Malformed):
-        decode(PREFIX + msgspec.msgpack.encode(fields_of(REGISTRATION, changed)))
-
-
 WRONG: list[tuple[Message, list[dict[str, Any]]]] = [
+    (REGISTRATION, WRONG_REGISTRATIONS),
     (ROOM, each(first_token=[97], attempt=[-1], decode=[None], groups=[[], groups(65)])),
     (ROOM, [{"groups": [{**GROUP, "block_ids": [1, 1]}]}]),
     (StagingRequest(7, 1, 32, 97), each(attempt=[MAX_ATTEMPT], end_token=[32], first_token=[-1])),
@@ -170,7 +161,8 @@ WRONG: list[tuple[Message, list[dict[str, Any]]]] = [
     [(message, one) for message, changes in WRONG for one in changes],
     ids=lambda one: type(one).__name__ if isinstance(one, msgspec.Struct) else str(one)[:40],
 )
-def test_other_messages_out_of_range_are_malformed(message: Message, changed: dict[str, Any]) -> None:
+def test_a_message_out_of_range_is_malformed(message: Message, changed: dict[str, Any]) -> None:
+    """A wrong field is found on receipt, before any block is looked at."""
     with pytest.raises(Malformed):
         decode(PREFIX + msgspec.msgpack.encode(fields_of(message, changed)))
 
@@ -217,18 +209,6 @@ def test_a_message_at_its_bounds_is_sound(message: Message, changed: dict[str, A
     assert msgspec.to_builtins(decode(PREFIX + msgspec.msgpack.encode(fields_of(message, changed))))
 
 
-def test_nesting_bombs_are_malformed() -> None:
-    """As the message, and in a field of one."""
-    deep: Any = []
-    for _ in range(500):
-        deep = [deep]
-    bombs = [b"\x91" * 100_000, b"\x81\xa3say" * 100_000]
-    bombs += [msgspec.msgpack.encode(fields_of(REGISTRATION, {"groups": deep}))]
-    for bomb in bombs:
-        with pytest.raises(Malformed):
-            decode(PREFIX + bomb)
-
-
 def test_mutated_messages_raise_nothing_but_malformed() -> None:
     """What is read is in range, so it can be sent on."""
     sound = [encode(message)[len(PREFIX) :] for message in MESSAGES]
@@ -256,7 +236,7 @@ def test_heartbeats_name_each_id_once_in_order_and_none_is_too_large(ids: list[s
     """What is sent is what is read, however many notifications it takes; and two of them never fit into one."""
     sent = list(heartbeats(ids))
     assert [one for notification in sent for one in read_heartbeat(notification)] == ids
-    assert all(len(one) <= MAX_HEARTBEAT_BYTES and is_heartbeat(one) and not is_ours(one) for one in sent)
+    assert all(len(one) <= MAX_HEARTBEAT_BYTES and is_heartbeat(one) for one in sent)
     for one, following in zip(sent, sent[1:], strict=False):
         assert len(one) + 1 + len(read_heartbeat(following)[0].encode()) > MAX_HEARTBEAT_BYTES
 

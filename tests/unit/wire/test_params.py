@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import msgspec
 import pytest
-from support.codecs import each, plain_id
+from support.codecs import each, fuzz, plain_id
 
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -19,9 +18,10 @@ from kvcached_nixl.wire.params import (
     MANIFEST_KEY,
     MAX_REQUEST_ID,
     FetchParams,
-    KvTransferParams,
     RemotePrefill,
     name_of,
+    params_to_decode,
+    params_to_prefill,
     prefill_params,
     read_fetch,
     read_offer,
@@ -248,40 +248,25 @@ def test_the_answer_of_prefill_is_these_keys() -> None:
     }
 
 
-def test_ten_thousand_mutated_answers_are_read_or_refused() -> None:
+def test_mutated_answers_are_read_or_refused() -> None:
     """Any value anywhere: a router may send what it likes."""
-    draw = random.Random(5)
-    values = [None, True, False, 0, -1, 1, 2**31, 2**64, 10**40, 0.5, float("nan"), float("inf"), "", "a", "\ud800"]
-    values += ["x" * 5000, [], [[]], [0], {}, {"a": {}}, "0" * 32, "0" * 16, [{"first_token": 0, "block_ids": [1]}]]
-    refused = 0
-    for _ in range(10_000):
-        params = json.loads(json.dumps(ANSWER))
-        for _ in range(draw.randrange(1, 3)):
-            owner = params
-            while True:
-                keys = list(owner) if isinstance(owner, dict) else list(range(len(owner)))
-                if not keys:
-                    break
-                key = draw.choice(keys)
-                if isinstance(owner[key], (dict, list)) and owner[key] and draw.randrange(3):
-                    owner = owner[key]
-                    continue
-                if isinstance(owner, dict) and not draw.randrange(4):
-                    del owner[key]
-                else:
-                    owner[key] = draw.choice(values)
-                break
+
+    def reads(said: bytes) -> None:
+        params = msgspec.msgpack.decode(said, type=dict[str, Any])
         try:
-            found = read(params, may_rendezvous=bool(draw.randrange(2)))
+            found = read(params, may_rendezvous=bool(len(said) % 2))
         except HandOverFailed as cause:
             assert cause.cause in (FailureCause.PARAMETERS, FailureCause.NO_MANIFEST)
             assert len(str(cause)) < 1000
-            refused += 1
+            refused.append(cause)
         else:
             # Whatever follows can be sent on.
             assert found.lease_name.encode() and found.prefill.host.encode()
             assert found.manifest is None or found.manifest.ownership_token
-    assert 3_000 < refused < 10_000
+
+    refused: list[HandOverFailed] = []
+    num_read, _ = fuzz(reads, [msgspec.msgpack.encode(ANSWER)], 20_000, ValueError)
+    assert 1_000 < len(refused) < num_read - 1_000
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -349,8 +334,8 @@ def test_what_nobody_knows_passes_whatever_it_is() -> None:
 
 
 def test_where_both_are_asked_at_once_they_meet_under_one_name() -> None:
-    to_prefill = json.loads(msgspec.json.encode(KvTransferParams.for_prefill("t")))
-    to_decode = json.loads(msgspec.json.encode(KvTransferParams.for_decode(PREFILL, "t")))
+    to_prefill = params_to_prefill("t")
+    to_decode = params_to_decode(PREFILL, "t")
     found = read(to_decode, may_rendezvous=True)
     assert found.prefill == PREFILL and found.name == read_offer(to_prefill, "cmpl-other")
     # Stock vLLM reads both roles.

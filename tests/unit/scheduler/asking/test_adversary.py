@@ -7,13 +7,14 @@ from unittest import mock
 
 import msgspec
 import pytest
+from support.clocks import ManualClock
 from support.internals import leftovers
 
 from kvcached_nixl.scheduler.asking.wanted import QueueLimit
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.question import AskFailed, Outcome, read_answer
 
-from .test_asking import BUSY, OF_ANOTHER, OF_P, SILENCE_SECONDS, Clock, Decode, Step
+from .test_asking import BUSY, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Step
 
 REFUSED = Outcome("HTTP 400", is_final=True)
 
@@ -29,9 +30,10 @@ def test_what_a_server_answers_without_its_engine_is_no_sign_of_life(found: Outc
         if decode.is_asked(f"r{place}"):
             decode.answers(f"r{place}", found)
         decode.asking.gone(f"r{place}")
-        decode.clock.now += SILENCE_SECONDS / 4
+        decode.clock.advance(SILENCE_SECONDS / 4)
         decode.turn()
-        decode.asker.checked, decode.asker.checking = [(one, True) for one in decode.asker.checking], []
+        decode.asker.checked.extend((one, True) for one in decode.asker.checking)
+        decode.asker.checking.clear()
         decode.turn()
     assert decode.number("a") > 1 or "a" in decode.fetching.refused, "nothing for 6,000 s, and it still waits"
 
@@ -122,7 +124,7 @@ def test_a_prompt_that_kills_each_server_is_not_asked_for_for_ever() -> None:
         if "a" in decode.fetching.refused:
             break
         decode.answers("a", Outcome("Server disconnected", is_of_server=True, has_prompt=True))
-        decode.clock.now += 60
+        decode.clock.advance(60)
         decode.turn()
     assert "a" in decode.fetching.refused
 
@@ -134,10 +136,10 @@ def test_equals_that_are_late_in_one_turn_are_refused_together() -> None:
     decode.asking._limit = QueueLimit(decode.clock, 30.0)
     decode.arrives("a", block_hashes=(b"same",))
     decode.answers("a", msgspec.structs.replace(BUSY, retry_after_seconds=100.0))
-    decode.clock.now += 1.0
+    decode.clock.advance(1.0)
     for one in "bcd":
         decode.arrives(one, block_hashes=(b"same",))
-    decode.clock.now += 60.0
+    decode.clock.advance(60.0)
     decode.turn()
     assert [*decode.fetching.refused] == ["a", "b", "c", "d"]
     for one in "abcd":
@@ -151,7 +153,7 @@ def test_an_answer_that_never_comes_is_not_waited_for_while_the_server_answers_o
     decode.arrives("lost")
     for place in range(30):
         decode.arrives(f"r{place}")
-        decode.clock.now += SILENCE_SECONDS
+        decode.clock.advance(SILENCE_SECONDS)
         decode.answers(f"r{place}")
     assert 1 in decode.asker.cancelled
 
@@ -174,7 +176,7 @@ def test_a_busy_server_is_asked_again_soon_whatever_it_says() -> None:
     with pytest.raises(AskFailed) as failed:
         read_answer(503, {"Retry-After": "9999"}, b"")
     decode.answers("a", failed.value.outcome)
-    assert decode.asking.due_at_seconds is not None and decode.asking.due_at_seconds < decode.clock.now + 61
+    assert decode.asking.due_at_seconds is not None and decode.asking.due_at_seconds < decode.clock.now_seconds() + 61
 
 
 def retry_after(limit: QueueLimit) -> int:
@@ -186,19 +188,19 @@ def retry_after(limit: QueueLimit) -> int:
 
 
 def test_a_client_may_try_again_after_as_long_as_requests_wait() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     limit = QueueLimit(clock, 300.0)
     limit.waits("a")
     limit.asked("a")
     assert retry_after(limit) == 1
     limit.waits("b")
     limit.waits("c")
-    clock.now += 7.5
+    clock.advance(7.5)
     limit.asked("b")
     assert retry_after(limit) == 8, "so long the last one has waited"
-    clock.now += 20.0
+    clock.advance(20.0)
     assert retry_after(limit) == 20, "nobody was asked for since"
-    clock.now += 1000.0
+    clock.advance(1000.0)
     assert retry_after(limit) == 60
     limit.gone("c")
     limit.waits("d")

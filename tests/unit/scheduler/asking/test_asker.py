@@ -18,11 +18,19 @@ from support.internals import leftovers
 from support.transports import until
 
 from kvcached_nixl.scheduler.asking import asker as module
-from kvcached_nixl.scheduler.asking.asker import Asker
+from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.servers import Server
-from kvcached_nixl.wire.asked_prompt import ASKED_PATH, LOOK_UP_PATH, Prompt, Tensor
-from kvcached_nixl.wire.asked_prompt import decode as decode_prompt
-from kvcached_nixl.wire.question import PATH, ROLE_HEADER, Outcome, Question
+from kvcached_nixl.wire.question import (
+    ASKED_PATH,
+    LOOK_UP_PATH,
+    PATH,
+    ROLE_HEADER,
+    Outcome,
+    Prompt,
+    Question,
+    Tensor,
+    decode_prompt,
+)
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
 NESTED = b'{"a":' * 10_000 + b"1" + b"}" * 10_000
@@ -85,7 +93,7 @@ class Decode:
 
     def answer(self) -> Any:
         self.wait()
-        ((_, found),) = self.asker.take()
+        ((_, found),) = taken(self.asker.answers)
         return found
 
 
@@ -110,6 +118,20 @@ def serve() -> Iterator[Serve]:
     yield start
     for one in found:
         one.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+def asked_by(decode: Decode, listening: socket.socket, question: Question) -> socket.socket:
+    """The connection by which a question comes."""
+    decode.asker.ask(1, Server(f"http://127.0.0.1:{listening.getsockname()[1]}"), question)
+    connection, _ = listening.accept()
+    connection.settimeout(10)
+    return connection
 
 
 def answering(**response: Any) -> Handler:
@@ -155,7 +177,7 @@ def test_what_is_cached_is_told_or_not_known_or_not_said_in_time(
     prefill = serve(handler)
     decode.asker.look_up(prefill.server, Question("r", [5, 6, 7], "adapter", "salt"), 2, 0.5)
     decode.wait()
-    assert decode.asker.has_answers and decode.asker.take_looked_up() == [("r", prefill.server, found)]
+    assert decode.asker.has_answers and [*decode.asker.cached] == [("r", prefill.server, found)]
     ((headers, body),) = prefill.asked
     assert headers["Authorization"] == "Bearer secret"
     asked = decode_prompt(body)
@@ -165,13 +187,6 @@ def test_what_is_cached_is_told_or_not_known_or_not_said_in_time(
         "salt",
     )
     assert prefill.queries == [{"least_tokens": "2", "most_seconds": "0.5"}]
-
-
-def test_nobody_listens_where_what_is_cached_is_asked(decode: Decode) -> None:
-    nobody = Server("http://127.0.0.1:1")
-    decode.asker.look_up(nobody, Question("r", [5]), 0, 0.5)
-    decode.wait()
-    assert decode.asker.take_looked_up() == [("r", nobody, None)]
 
 
 def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(decode: Decode, serve: Serve) -> None:
@@ -324,38 +339,21 @@ def test_no_cookie_chooses_the_next_server(decode: Decode, serve: Serve) -> None
     ],
     ids=lambda said: repr(said[:60]),
 )
-def test_what_is_no_http(decode: Decode, said: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def answer() -> None:
-            connection, _ = listening.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(said)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        decode.asker.ask(1, Server(f"http://127.0.0.1:{listening.getsockname()[1]}"), Question("r", [1]))
-        found = decode.answer()
-        thread.join()
+def test_what_is_no_http(decode: Decode, listening: socket.socket, said: bytes) -> None:
+    with asked_by(decode, listening, Question("r", [1])) as connection:
+        connection.recv(1 << 16)
+        connection.sendall(said)
+    found = decode.answer()
     assert isinstance(found, Outcome) and "a defect" not in found.reason and "secret" not in found.reason
 
 
-def test_a_server_that_closes_before_it_has_read_all_is_not_to_blame_for_other_prompts(decode: Decode) -> None:
+def test_a_server_that_closes_before_it_has_read_all_is_not_to_blame_for_other_prompts(
+    decode: Decode, listening: socket.socket
+) -> None:
     """What it has answered may be lost: it may refuse this prompt for its size."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def refuse() -> None:
-            connection, _ = listening.accept()
-            with connection:
-                connection.recv(1 << 16)
-
-        thread = threading.Thread(target=refuse)
-        thread.start()
-        question = Question("r", [123_456] * 4_000_000)
-        decode.asker.ask(1, Server(f"http://127.0.0.1:{listening.getsockname()[1]}"), question)
-        found = decode.answer()
-        thread.join()
+    with asked_by(decode, listening, Question("r", [123_456] * 4_000_000)) as connection:
+        connection.recv(1 << 16)
+    found = decode.answer()
     assert not found.is_of_server and "while the prompt was sent" in found.reason
 
 
@@ -372,7 +370,7 @@ def test_a_name_whose_look_up_hangs_costs_others_nothing(
     found: dict[int, Any] = {}
     while len(found) < 21:
         decode.wait()
-        found |= dict(decode.asker.take())
+        found |= dict(taken(decode.asker.answers))
     assert next(iter(found)) == 99 and found.pop(99) == PARAMS
     assert all(isinstance(one, Outcome) and one.is_of_server for one in found.values())
     decode.asker.close()
@@ -380,8 +378,15 @@ def test_a_name_whose_look_up_hangs_costs_others_nothing(
 
 
 def test_nobody_listens(decode: Decode) -> None:
-    decode.asker.ask(1, Server("http://127.0.0.1:1"), Question("r", [1]))
+    nobody = Server("http://127.0.0.1:1")
+    decode.asker.ask(1, nobody, Question("r", [1]))
     assert "Cannot connect" in decode.answer().reason
+    decode.asker.look_up(nobody, Question("r", [5]), 0, 0.5)
+    decode.wait()
+    assert [*decode.asker.cached] == [("r", nobody, None)]
+    decode.asker.check(nobody)
+    decode.wait()
+    assert [*decode.asker.checked] == [(nobody, False)]
 
 
 def asked_in_vain(decode: Decode, serve: Serve) -> Prefill:
@@ -408,28 +413,24 @@ def test_prefill_notices_that_nobody_waits_any_more(decode: Decode, serve: Serve
 
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_what_a_server_has_answered_by_then_is_taken(
-    decode: Decode, monkeypatch: pytest.MonkeyPatch, is_answered: bool
+    decode: Decode, listening: socket.socket, monkeypatch: pytest.MonkeyPatch, is_answered: bool
 ) -> None:
     """Its answer is on its way when it hears that nobody waits for it: its KV can be given back."""
     monkeypatch.setattr(module, "CLOSE_SECONDS", 10.0 if is_answered else 0.05)
     body = json.dumps({"kv_transfer_params": PARAMS}).encode()
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        decode.asker.ask(1, Server(f"http://127.0.0.1:{listening.getsockname()[1]}"), Question("r", [1]))
-        connection, _ = listening.accept()
-        with connection:
-            connection.settimeout(10)
-            while not connection.recv(1 << 16).endswith(b"}"):
+    with asked_by(decode, listening, Question("r", [1])) as connection:
+        while not connection.recv(1 << 16).endswith(b"}"):
+            pass
+        decode.asker.cancel(1)
+        assert connection.recv(1) == b""
+        if is_answered:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            assert decode.answer() == PARAMS
+        else:
+            # Nothing is sent on a connection that is closed.
+            while not is_closed(connection):
                 pass
-            decode.asker.cancel(1)
-            assert connection.recv(1) == b""
-            if is_answered:
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-                assert decode.answer() == PARAMS
-            else:
-                # Nothing is sent on a connection that is closed.
-                while not is_closed(connection):
-                    pass
-                assert not decode.asker.has_answers
+            assert not decode.asker.has_answers
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -474,14 +475,7 @@ def test_whether_a_server_is_well(decode: Decode, serve: Serve, status: int) -> 
     server = serve(answering(status=status)).server
     decode.asker.check(server)
     decode.wait()
-    assert decode.asker.take_checked() == [(server, status == 200)]
-
-
-def test_one_that_cannot_be_reached_is_not_well(decode: Decode) -> None:
-    server = Server("http://127.0.0.1:1")
-    decode.asker.check(server)
-    decode.wait()
-    assert decode.asker.has_answers and decode.asker.take_checked() == [(server, False)]
+    assert decode.asker.has_answers and [*decode.asker.checked] == [(server, status == 200)]
 
 
 def test_nobody_is_asked_after_the_end(decode: Decode) -> None:
@@ -504,5 +498,5 @@ def test_an_error_of_a_check_that_nobody_has_thought_of_is_a_result(
     for _ in range(2):
         decode.asker.check(server)
         decode.wait()
-        assert decode.asker.take_checked() == [(server, False)]
+        assert taken(decode.asker.checked) == [(server, False)]
     assert "could not be checked" in caplog.text

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+from support.clocks import ManualClock
 from support.engine_fakes import context
 
 from kvcached_nixl.scheduler.asking import servers
@@ -30,14 +32,6 @@ ANSWER = {"do_remote_prefill": True, "remote_engine_id": "p"}
 DEAD = Outcome("refused", is_of_server=True)
 BUSY = Outcome("HTTP 503", is_of_server=True, is_busy=True, retry_after_seconds=3.0)
 ODD = Outcome("HTTP 500")
-
-
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def now_seconds(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -99,11 +93,11 @@ class Asker:
     addresses: dict[int, str] = field(default_factory=dict)
     transfer_ids: dict[int, str] = field(default_factory=dict)
     checking: list[Server] = field(default_factory=list)
-    checked: list[tuple[Server, bool]] = field(default_factory=list)
+    checked: deque[tuple[Server, bool]] = field(default_factory=deque)
     cancelled: list[int] = field(default_factory=list)
-    answers: list[tuple[int, Any]] = field(default_factory=list)
+    answers: deque[tuple[int, Any]] = field(default_factory=deque)
     looked_up: list[tuple[str, Server]] = field(default_factory=list)
-    found: list[tuple[str, Server, Any]] = field(default_factory=list)
+    cached: deque[tuple[str, Server, Any]] = field(default_factory=deque)
     says: dict[str, Any] | None = field(default_factory=dict)
     least_tokens: int | None = None
 
@@ -111,11 +105,7 @@ class Asker:
         self.looked_up.append((question.request_id, server))
         self.least_tokens = least_tokens
         if self.says is not None:
-            self.found.append((question.request_id, server, self.says.get(server.url)))
-
-    def take_looked_up(self) -> list[tuple[str, Server, Any]]:
-        found, self.found = self.found, []
-        return found
+            self.cached.append((question.request_id, server, self.says.get(server.url)))
 
     def ask(self, number: int, server: Server, question: Question) -> None:
         self.asked[number] = (server.url, question.request_id)
@@ -125,20 +115,12 @@ class Asker:
     def check(self, server: Server) -> None:
         self.checking.append(server)
 
-    def take_checked(self) -> list[tuple[Server, bool]]:
-        checked, self.checked = self.checked, []
-        return checked
-
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
 
-    def take(self) -> list[tuple[int, Any]]:
-        found, self.answers = self.answers, []
-        return found
-
     @property
     def has_answers(self) -> bool:
-        return bool(self.answers or self.found)
+        return bool(self.answers or self.cached)
 
     def close(self) -> None:
         """Has no thread."""
@@ -195,11 +177,11 @@ class Decode:
         queue_seconds: float = math.inf,
         **blocks: Any,
     ) -> None:
-        self.clock, self.asker, self.blocks, self.fetching = Clock(), Asker(), Blocks(**blocks), Fetching()
+        self.clock, self.asker, self.blocks, self.fetching = ManualClock(100.0), Asker(), Blocks(**blocks), Fetching()
         self.names: dict[str, tuple[str, ...]] = {}
         engine = context(
             self.blocks,  # type: ignore[arg-type]
-            self.clock,  # type: ignore[arg-type]
+            self.clock,
             mode=TransferMode.PUSH if pushes else TransferMode.PULL,
             recomputes=recomputes,
             timeout_seconds=SILENCE_SECONDS,
@@ -221,7 +203,7 @@ class Decode:
         request = self.blocks.requests[request_id] = Request(request_id, **changed)
         held = self.asking.arrived(request)  # type: ignore[arg-type]
         self.turn()
-        if self.asker.found:
+        if self.asker.cached:
             self.turn()
         return held
 
@@ -274,8 +256,8 @@ def test_a_server_that_fails_for_several_in_a_row_rests() -> None:
 def silent() -> Decode:
     decode = Decode("http://p1", "http://p2")
     decode.arrives("a")
-    assert decode.asking.due_at_seconds == decode.clock.now + SILENCE_SECONDS
-    decode.clock.now += SILENCE_SECONDS
+    assert decode.asking.due_at_seconds == decode.clock.now_seconds() + SILENCE_SECONDS
+    decode.clock.advance(SILENCE_SECONDS)
     decode.turn()
     return decode
 
@@ -284,11 +266,11 @@ def test_a_slow_server_is_waited_for_as_long_as_it_is_well() -> None:
     decode = silent()
     (server,) = decode.asker.checking
     for _ in range(9):
-        assert decode.asking.due_at_seconds == decode.clock.now + SILENCE_SECONDS
+        assert decode.asking.due_at_seconds == decode.clock.now_seconds() + SILENCE_SECONDS
         decode.asker.checked.append((server, True))
         decode.turn()
         assert not decode.asker.cancelled
-        decode.clock.now += SILENCE_SECONDS
+        decode.clock.advance(SILENCE_SECONDS)
         decode.turn()
     decode.asker.checked.append((server, True))
     decode.turn()
@@ -328,7 +310,7 @@ def test_addresses_that_come_back_owe_what_they_owed() -> None:
     for addresses in (("10.0.0.3",), ("10.0.0.1", "10.0.0.2")):
         decode.names["http://prefill:8000"] = addresses
         decode.turn()
-    decode.clock.now += SILENCE_SECONDS
+    decode.clock.advance(SILENCE_SECONDS)
     decode.turn()
     assert len(decode.asker.checking) == 1
     decode.answers("a")
@@ -372,7 +354,7 @@ def test_a_server_that_was_away_has_nothing_cached() -> None:
     decode.answers("a", DEAD)
     decode.answers("a")
     second = decode.url("a")
-    decode.clock.now += 60
+    decode.clock.advance(60)
     decode.arrives("b", block_hashes=hashes("system", "b"), num_prompt_tokens=8 * BLOCK)
     assert first != second == decode.url("b")
 
@@ -391,7 +373,7 @@ def test_a_server_that_others_keep_busy_is_asked_less(said: Any, counts: bool) -
         urls.append(decode.url(f"r{place}"))
         decode.asking.gone(f"r{place}")
     assert (busy not in urls) is counts
-    decode.clock.now += 60
+    decode.clock.advance(60)
     for place in range(40):
         decode.arrives(f"s{place}")
         urls.append(decode.url(f"s{place}"))
@@ -442,7 +424,7 @@ def test_what_came_of_questions_is_counted() -> None:
         decode.arrives(one)
         decode.answers(one, found)
         decode.asking.gone(one)
-        decode.clock.now += 60
+        decode.clock.advance(60)
     decode.turn()
     figures = decode.asking.figures
     assert (figures.held, figures.asked, figures.promised_blocks) == (0, 0, 0)

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from support.clocks import ManualClock
 
 from kvcached_nixl.scheduler.asking.local import (
     FIRST_TOKENS,
@@ -19,7 +20,7 @@ from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import Computed, Ended
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY, MANIFEST_KEY
 
-from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Clock, Decode, Request, Step, hashes
+from .test_asking import ANSWER, BLOCK, CHUNK, DEAD, MOST, Decode, Request, Step, hashes
 
 LONG = 64 * BLOCK
 
@@ -62,12 +63,12 @@ def test_what_was_long_ago_counts_less_and_in_the_end_nothing() -> None:
 
 def measured(local: dict[int, float], asked: dict[int, float], fixed: int | None = None) -> BreakEven:
     """After requests of so many tokens have taken so many seconds."""
-    clock = Clock()
+    clock = ManualClock(100.0)
     found = BreakEven(clock, MOST, fixed)
     for is_local, seconds_by_tokens in ((True, local), (False, asked)):
         for tokens, seconds in seconds_by_tokens.items():
             found.begins("a", tokens, is_local=is_local)
-            clock.now += seconds
+            clock.advance(seconds)
             found.answered(["a", "another"])
     assert not found.begun
     return found
@@ -153,7 +154,7 @@ def test_a_turn_that_vllm_does_not_start_keeps_the_others_for_ten_seconds() -> N
     for name in "abc":
         turn(decode, name, CHUNK)
     assert list(decode.blocks.released) == ["a"]
-    decode.clock.now += PASSING_SECONDS
+    decode.clock.advance(PASSING_SECONDS)
     decode.turn()
     assert list(decode.blocks.released) == ["a", "b"]
 
@@ -181,12 +182,12 @@ def test_how_long_they_take_is_measured_until_the_first_token() -> None:
     decode = Decode(local_tokens=None)
     even = decode.asking.local.break_even
     turn(decode, "a", 100)
-    decode.clock.now += 3.0
+    decode.clock.advance(3.0)
     decode.arrives("cold", num_prompt_tokens=LONG)
-    decode.clock.now += 1.0
+    decode.clock.advance(1.0)
     even.answered(["a"])
     decode.answers("cold")
-    decode.clock.now += 1.0
+    decode.clock.advance(1.0)
     even.answered(["cold"])
     assert not even.begun and even.asked_seconds(LONG) == pytest.approx(2.0)
     assert not turn(decode, "b", 110, 400), "4 s here, 2 s there"
@@ -244,7 +245,7 @@ def test_others_behind_the_url_of_this_engine_are_found_in_time() -> None:
     decode = looks({URLS[0]: says(0, "own"), URLS[1]: says(0), URLS[2]: says(0)})
     decode.arrives("a", num_prompt_tokens=LONG)
     decode.asker.says = {**decode.asker.says, URLS[0]: says(32 * BLOCK)}  # type: ignore[dict-item]
-    decode.clock.now += 31.0
+    decode.clock.advance(31.0)
     decode.arrives("b", num_prompt_tokens=LONG)
     assert decode.url("b") == URLS[0]
 
@@ -270,14 +271,14 @@ def test_equal_prompts_wait_while_servers_are_asked_and_one_that_leaves_is_follo
         decode.arrives(name, num_prompt_tokens=LONG, block_hashes=(b"same",))
     asked = [(name, server) for name, server in decode.asker.looked_up]
     assert {name for name, _ in asked} == {"a"} and len(asked) == 3 and decode.asking.figures.held == 3
-    decode.asker.found += [(name, server, says(0)) for name, server in asked[:2]]
+    decode.asker.cached += [(name, server, says(0)) for name, server in asked[:2]]
     decode.turn()
     assert not decode.asker.asked, "one has not answered"
     decode.asking.gone("a")
-    decode.asker.found += [(name, server, says(0)) for name, server in asked[2:]]
+    decode.asker.cached += [(name, server, says(0)) for name, server in asked[2:]]
     decode.turn()
     assert {name for name, _ in decode.asker.looked_up} == {"a", "b"} and not decode.asker.asked
-    decode.asker.found += [(name, server, says(0)) for name, server in decode.asker.looked_up[3:]]
+    decode.asker.cached += [(name, server, says(0)) for name, server in decode.asker.looked_up[3:]]
     decode.turn()
     assert decode.is_asked("b") and not decode.is_asked("c")
 
@@ -295,13 +296,13 @@ def test_one_that_is_late_while_servers_are_asked_is_refused_and_the_next_equal_
     request = decode.blocks.requests["a"] = Request("a", LONG, (b"same",))
     decode.asking.arrived(request)  # type: ignore[arg-type]
     decode.turn(may_ask=False)
-    decode.clock.now += 29.5
+    decode.clock.advance(29.5)
     decode.arrives("b", num_prompt_tokens=LONG, block_hashes=(b"same",))
     assert {name for name, _ in decode.asker.looked_up} == {"a"}
-    decode.clock.now += 0.5
+    decode.clock.advance(0.5)
     decode.turn()
     assert list(decode.fetching.refused) == ["a"] and {name for name, _ in decode.asker.looked_up} == {"a", "b"}
-    decode.asker.found += [(name, server, says(0)) for name, server in decode.asker.looked_up]
+    decode.asker.cached += [(name, server, says(0)) for name, server in decode.asker.looked_up]
     decode.turn()
     assert decode.is_asked("b") and not decode.is_asked("a")
     decode.asking.gone("a")
@@ -311,7 +312,7 @@ def test_one_that_is_late_while_servers_are_asked_is_refused_and_the_next_equal_
 def test_while_the_engine_is_paused_nobody_is_asked_with_what_was_found() -> None:
     decode = looks(None)
     decode.arrives("a", num_prompt_tokens=LONG)
-    decode.asker.found += [(name, server, says(0)) for name, server in decode.asker.looked_up]
+    decode.asker.cached += [(name, server, says(0)) for name, server in decode.asker.looked_up]
     decode.turn(may_ask=False)
     assert not decode.asker.asked and decode.asking.figures.held == 1 and not decode.asking.window.num_promised
     decode.turn()
@@ -325,13 +326,13 @@ def test_a_server_that_has_not_answered_in_time_is_not_waited_for_until_it_does(
     decode.arrives("b", num_prompt_tokens=LONG)
     asked = {server.url: server for name, server in decode.asker.looked_up if name == "b"}
     assert set(asked) == set(URLS)
-    decode.asker.found += [("b", asked[url], says(0)) for url in (URLS[0], URLS[2])]
+    decode.asker.cached += [("b", asked[url], says(0)) for url in (URLS[0], URLS[2])]
     decode.turn()
     assert decode.is_asked("b")
-    decode.asker.found.append(("b", asked[URLS[1]], says(8 * BLOCK)))
+    decode.asker.cached.append(("b", asked[URLS[1]], says(8 * BLOCK)))
     decode.turn()
     decode.arrives("c", num_prompt_tokens=LONG)
-    decode.asker.found += [("c", server, says(0)) for url, server in asked.items() if url != URLS[1]]
+    decode.asker.cached += [("c", server, says(0)) for url, server in asked.items() if url != URLS[1]]
     decode.turn()
     assert not decode.is_asked("c"), "it has answered again"
 
@@ -403,7 +404,7 @@ def test_an_offer_is_used_at_once_or_released(happens: str) -> None:
     """Nobody renews its lease, so that a request which waits longer would fetch what is gone."""
     decode = looks(None, local_tokens=None)
     decode.arrives("a", num_prompt_tokens=LONG)
-    decode.asker.found += [("a", server, offers(MORE)) for _, server in decode.asker.looked_up]
+    decode.asker.cached += [("a", server, offers(MORE)) for _, server in decode.asker.looked_up]
     if happens == "has no room":
         decode.asking.window.promise("another", 1_000_000)
     decode.turn(may_ask=happens != "is paused")
@@ -438,10 +439,10 @@ def test_what_was_offered_to_one_that_has_left_is_released() -> None:
     decode = looks(None, local_tokens=None)
     decode.arrives("a", num_prompt_tokens=LONG)
     asked = [server for _, server in decode.asker.looked_up]
-    decode.asker.found.append(("a", asked[0], offers(MUCH)))
+    decode.asker.cached.append(("a", asked[0], offers(MUCH)))
     decode.turn()
     decode.asking.gone("a")
-    decode.asker.found.append(("a", asked[1], offers(MORE)))
+    decode.asker.cached.append(("a", asked[1], offers(MORE)))
     decode.turn()
     assert decode.fetching.unneeded_ == [offers(MUCH), offers(MORE)]
 
