@@ -3,11 +3,13 @@
 
 A module of patches has
 
-    @Patch(WORKER, "register_kv_caches", "worker", ("self", "kv_caches")).because("...", remove_when="...")
+    @Patch(WORKER, "register_kv_caches", "worker", "self kv_caches")
     def register_kv_caches(call: Call) -> None:
+        '''Without it, other bytes would be moved. Until vLLM narrows them itself.'''
         call.proceed(kv_caches=narrow(call.argument("kv_caches")))
 
-after which ``register_kv_caches`` is a `Patch`, ready for a `Registry`. Calling it calls that function, as tests do.
+after which ``register_kv_caches`` is a `Patch`, ready for a `Registry`. What it prevents is in every refusal. When it
+can be removed is said here, or by its module for all of its patches.
 """
 
 from __future__ import annotations
@@ -129,7 +131,8 @@ class Patch:
         when_unsupported: apply even if the library's version is not supported. For the gate, which raises the refusal.
         when_absent: whether to refuse or to skip if the target does not exist.
         prepare: runs before the contract is checked; returns notes for the report, may raise `Refused`.
-        why, remove_when, wrapper: see `because`.
+        why: what would go wrong without it; "" where Python leaves docstrings out (``-OO``).
+        wrapper: runs in place of the attribute, and decides whether to call the original.
     """
 
     target: Target
@@ -142,20 +145,16 @@ class Patch:
     when_absent: Literal["refuse", "skip"] = "refuse"
     prepare: Callable[[], tuple[str, ...]] | None = field(default=None, compare=False)
     why: str = ""
-    remove_when: str = ""
     wrapper: Callable[[Call], Any] = Call.proceed
 
     @property
     def name(self) -> str:
         return f"{self.target.name}.{self.attribute}"
 
-    def because(self, why: str, *, remove_when: str) -> Callable[[Callable[[Call], Any]], Patch]:
-        """Decorator for the function that runs in place of the attribute, and decides whether to call the original.
-        ``why``: what would go wrong without it. ``remove_when``: the event after which this patch can be removed."""
-        return lambda wrapper: replace(self, why=why, remove_when=remove_when, wrapper=wrapper)
-
-    def __call__(self, call: Call) -> Any:
-        return self.wrapper(call)
+    def __call__(self, wrapper: Callable[[Call], Any]) -> Patch:
+        """Decorates the wrapper, whose docstring begins with "Without it, " and may go on with " Until "."""
+        said = " ".join((wrapper.__doc__ or "").partition("\n\n")[0].split())
+        return replace(self, why=said.removeprefix("Without it, ").partition(" Until ")[0], wrapper=wrapper)
 
 
 class PatchState(Enum):

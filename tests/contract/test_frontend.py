@@ -91,7 +91,7 @@ def test_what_an_engine_aborts_where_the_client_would_not_see_it_is_an_error(
     processor = OutputProcessor(None, log_stats=False)
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     client = SimpleNamespace(vllm_config=config, output_processor=processor, output_handler=None)
-    leaving.shut_down(Call(lambda timeout: None, client, (0.0,), {}))
+    leaving.shut_down.wrapper(Call(lambda timeout: None, client, (0.0,), {}))
     left = left_for_the_client(kind, FinishReason.ABORT, *token_ids, of=processor)
     assert is_failure(left) and "aborted" in str(left.cause), "the server is being shut down"
 

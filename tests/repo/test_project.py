@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -137,6 +138,14 @@ def test_the_gate_is_decided_before_anything_else() -> None:
     assert names[:2] == ["factory.create_connector", "connector.__init__"]
     of_connector = [one for one in names if one.startswith(("connector", "pull connector", "worker.", "kvcached."))]
     assert of_connector[1] == "kvcached.patch_connector"
+
+
+def test_each_patch_says_what_it_prevents_and_until_when_it_is_needed() -> None:
+    """In its function's docstring; until when, perhaps in its module for all of its patches."""
+    for patch in patches():
+        said, module = str(patch.wrapper.__doc__), Path(inspect.getfile(patch.wrapper)).read_text()
+        assert said.startswith("Without it, ") and patch.why.endswith("."), patch.name
+        assert "Until" in said or re.search("Needed until |^#.* [Uu]ntil ", module, re.MULTILINE), patch.name
 
 
 def test_no_attribute_is_patched_twice() -> None:

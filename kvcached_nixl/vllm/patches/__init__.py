@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where vLLM calls this package: one module a subject, in which a patch and what it does stand together.
 
-A function below ``@Patch(...).because(...)`` runs in place of what the record names, and decides whether to call the
-original.
+A function below ``@Patch(...)`` runs in place of what the record names, and decides whether to call the original.
 """
 
 from __future__ import annotations

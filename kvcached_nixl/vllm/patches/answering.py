@@ -52,14 +52,14 @@ MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
 READ_SECONDS = 60.0
 
 
-@Patch(API_ROUTES, "register_scale_out_api_routers", "frontend", "app supported_tasks", kind="function").because(
-    "decode would have to compute prompts with images, sounds, ..., and of embeddings: /inference/v1/generate drops "
-    "kv_transfer_params up to 0.32, says 403 from 0.33 on without --enable-scale-out, and loses which tokens of an "
-    "image are embeddings.",
-    remove_when="/inference/v1/generate takes all that a prompt has, and is served without --enable-scale-out",
-)
+@Patch(API_ROUTES, "register_scale_out_api_routers", "frontend", "app supported_tasks", kind="function")
 def register_scale_out_api_routers(call: Call) -> None:
-    """Add the endpoints to an API server that hands over KV."""
+    """Without it, decode would have to compute prompts with images, sounds, ..., and of embeddings:
+    /inference/v1/generate drops kv_transfer_params up to 0.32, says 403 from 0.33 on without --enable-scale-out, and
+    loses which tokens of an image are embeddings. Until /inference/v1/generate takes all that a prompt has, and is
+    served without --enable-scale-out.
+
+    Add the endpoints to an API server that hands over KV."""
     from starlette.routing import Route
 
     call.proceed()

@@ -32,11 +32,10 @@ from kvcached_nixl.vllm.patches.tier import tier_of
 from kvcached_nixl.wire.manifest import FEWEST_TOKENS, Keeps
 
 
-@Patch(ENGINE_SCHEDULER, "add_request", "scheduler", "self request").because(
-    "the lease of a request that waits to be allocated would end, and prefill would reuse its blocks.",
-    remove_when="every supported vLLM tells the connector of a request's arrival, and of the scheduler",
-)
+@Patch(ENGINE_SCHEDULER, "add_request", "scheduler", "self request")
 def add_request(call: Call) -> None:
+    """Without it, the lease of a request that waits to be allocated would end, and prefill would reuse its blocks.
+    Until every supported vLLM tells the connector of a request's arrival, and of the scheduler."""
     request = call.argument("request")
     drop_unless_mapping(request)
     arrival = arrival_of(call.instance, request)
@@ -85,17 +84,15 @@ def arrival_of(engine_scheduler: Any, request: Any) -> Arrival:
     return Arrival.MORE if is_session and is_its_client and not is_stand_in(request) else Arrival.REPEATED
 
 
-@Patch(ENGINE_CORE_BASE, "preprocess_add_request", "scheduler", "self request").because(
-    "the request that vLLM adds for one that it has rejected has an id that the client chose. If a request whose "
-    "blocks are kept has that id, the engine would end. So would it for stop tokens that the model does not have, and "
-    "for an adapter whose files are incomplete. And prefill would hand over states behind a prompt's last token, "
-    "from which decode cannot go back, or one of another block where drafts follow the token, or on a CPU cached "
-    "states of other tokens than those of their blocks. "
-    "Embeddings would be hashed on the engine's thread.",
-    remove_when="vLLM gives such a request a unique id, checks stop tokens, loads an adapter once, asks its "
-    "connector where prefill stops, and keeps the block size that its scheduler was made with",
-)
+@Patch(ENGINE_CORE_BASE, "preprocess_add_request", "scheduler", "self request")
 def preprocess_add_request(call: Call) -> Any:
+    """Without it, the request that vLLM adds for one that it has rejected has an id that the client chose. If a request
+    whose blocks are kept has that id, the engine would end. So would it for stop tokens that the model does not have,
+    and for an adapter whose files are incomplete. And prefill would hand over states behind a prompt's last token, from
+    which decode cannot go back, or one of another block where drafts follow the token, or on a CPU cached states of
+    other tokens than those of their blocks. Embeddings would be hashed on the engine's thread. Until vLLM gives such a
+    request a unique id, checks stop tokens, loads an adapter once, asks its connector where prefill stops, and keeps
+    the block size that its scheduler was made with."""
     request = call.argument("request")
     if private(request, "abort_immediately"):
         # A stand-in arrives with the ``request_id`` of a client's body, which may be the id of any request that this

@@ -2,7 +2,8 @@
 """Patches of vLLM's NIXL connector: behind its public methods, this package does the hand-over.
 
 The stock connector is still constructed: it provides the NIXL agent, the side channel's address and vLLM's view of the
-model. None of its own methods handles a request.
+model. None of its own methods handles a request. Needed until vLLM's own hand-over describes what it moves, as the
+manifest does, and checks it; where a patch says no other end.
 
 Runs in: every process (configuration); the engine core (scheduler methods) or the worker (the others).
 Sources: ``kv_connector/v1/base.py``, ``v1/nixl/base_worker.py`` (``is_conv_state_dim_first``),
@@ -40,8 +41,6 @@ from kvcached_nixl.worker.memory_registration import choose
 
 logger = logging.getLogger(SERVER_LOGGER)
 
-_REMOVE_WHEN = "vLLM's own hand-over describes what it moves (as the manifest does), and checks it"
-
 
 @Patch(
     PULL_FACADE,
@@ -50,30 +49,26 @@ _REMOVE_WHEN = "vLLM's own hand-over describes what it moves (as the manifest do
     "cls kv_transfer_config",
     kind="classmethod",
     versions=HASHES_AHEAD.later,
-).because(
-    "vLLM would unpin KV memory before it sleeps, and publish another registration when it wakes up, of which this "
-    "package's peers are not told.",
-    remove_when="sleep and wake-up were run on a GPU with this vLLM",
 )
 def supports_sleep_mode(call: Call) -> bool:
+    """Without it, vLLM would unpin KV memory before it sleeps, and publish another registration when it wakes up, of
+    which this package's peers are not told. Until sleep and wake-up were run on a GPU with this vLLM."""
     return False
 
 
 # ------------------------------------------------------------------------------------------------------- in the engine
 
 
-@Patch(FACADE, "get_num_new_matched_tokens", "scheduler", "self request num_computed_tokens").because(
-    "the blocks to read would be taken unchecked from what a client sends.", remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "get_num_new_matched_tokens", "scheduler", "self request num_computed_tokens")
 def get_num_new_matched_tokens(call: Call) -> Any:
+    """Without it, the blocks to read would be taken unchecked from what a client sends."""
     side = side_of(call.instance)
     return side.matched(side.read(call.argument("request")), call.argument("num_computed_tokens"))
 
 
-@Patch(FACADE, "update_state_after_alloc", "scheduler", "self request blocks num_external_tokens").because(
-    "decode's blocks would be matched with prefill's by their position in a list.", remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "update_state_after_alloc", "scheduler", "self request blocks num_external_tokens")
 def update_state_after_alloc(call: Call) -> None:
+    """Without it, decode's blocks would be matched with prefill's by their position in a list."""
     side, blocks, request = side_of(call.instance), call.argument("blocks").get_block_ids(), call.argument("request")
     side.allocated(side.read(request), blocks, call.argument("num_external_tokens"))
     # vLLM counts those of preempted requests elsewhere, and none where KV was computed before.
@@ -82,10 +77,9 @@ def update_state_after_alloc(call: Call) -> None:
         side.num_miscounted_tokens += int(request.num_prompt_tokens)
 
 
-@Patch(FACADE, "build_connector_meta", "scheduler", "self scheduler_output").because(
-    "the workers would not be told of any hand-over.", remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "build_connector_meta", "scheduler", "self scheduler_output")
 def build_connector_meta(call: Call) -> Any:
+    """Without it, the workers would not be told of any hand-over."""
     side, scheduler_output = side_of(call.instance), call.argument("scheduler_output")
     step = side.take_step(scheduled(scheduler_output))
     # vLLM zeroes blocks where states and KV share them: the bytes of a state, read as KV behind a request's last token,
@@ -100,18 +94,15 @@ def build_connector_meta(call: Call) -> Any:
     return metadata
 
 
-_REUSED = "blocks would be reused while decode reads them."
-
-
-@Patch(FACADE, "request_finished", "scheduler", "self request block_ids").because(_REUSED, remove_when=_REMOVE_WHEN)
+@Patch(FACADE, "request_finished", "scheduler", "self request block_ids")
 def request_finished(call: Call) -> Any:
+    """Without it, blocks would be reused while decode reads them."""
     return _finished(call, (call.argument("block_ids"),))
 
 
-@Patch(FACADE, "request_finished_all_groups", "scheduler", "self request block_ids").because(
-    _REUSED, remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "request_finished_all_groups", "scheduler", "self request block_ids")
 def request_finished_all_groups(call: Call) -> Any:
+    """Without it, blocks would be reused while decode reads them."""
     return _finished(call, call.argument("block_ids"))
 
 
@@ -120,26 +111,24 @@ def _finished(call: Call, block_ids: Any) -> Any:
     return side.finished(side.read(request), is_whole(request), block_ids)
 
 
-@Patch(FACADE, "on_new_request", "scheduler", "self request").because(
-    "vLLM's own worker would send heartbeats for leases that this package manages.", remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "on_new_request", "scheduler", "self request")
 def on_new_request(call: Call) -> None:
-    """Does nothing: `arrival.add_request` is called for new requests."""
+    """Without it, vLLM's own worker would send heartbeats for leases that this package manages.
+
+    Does nothing: `arrival.add_request` is called for new requests."""
 
 
-@Patch(FACADE, "has_pending_push_work", "scheduler", "self").because(
-    "an engine with nothing to compute would sleep, and not free the blocks that its workers have released.",
-    remove_when=_REMOVE_WHEN,
-)
+@Patch(FACADE, "has_pending_push_work", "scheduler", "self")
 def has_pending_push_work(call: Call) -> bool:
+    """Without it, an engine with nothing to compute would sleep, and not free the blocks that its workers have
+    released."""
     return bool(side_of(call.instance).pending)
 
 
-@Patch(FACADE, "set_xfer_handshake_metadata_pp_aware", "scheduler", "self metadata").because(
-    "one request that cannot be answered would end vLLM's listener, and every later handshake would fail.",
-    remove_when=_REMOVE_WHEN,
-)
+@Patch(FACADE, "set_xfer_handshake_metadata_pp_aware", "scheduler", "self metadata")
 def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
+    """Without it, one request that cannot be answered would end vLLM's listener, and every later handshake would
+    fail."""
     side, address = side_of(call.instance), private(call.instance, ADDRESS)
 
     def listener(answers: Answers) -> Listener:
@@ -161,25 +150,24 @@ def set_xfer_handshake_metadata_pp_aware(call: Call) -> None:
 
 @Patch(
     FACADE, "supports_divergent_local_hybrid_hits", "scheduler", "self", kind="property", versions=HITS_DIVERGE.later
-).because(
-    "vLLM would count tokens as computed that only full attention has in decode's prefix cache; sliding windows "
-    "would see whatever is in their blocks.",
-    remove_when="a hand-over begins at each KV-cache group's own prefix hit",
 )
 def supports_divergent_local_hybrid_hits(call: Call) -> bool:
-    """Decode fetches the tokens behind one prefix, the same for all groups."""
+    """Without it, vLLM would count tokens as computed that only full attention has in decode's prefix cache; sliding
+    windows would see whatever is in their blocks. Until a hand-over begins at each KV-cache group's own prefix hit.
+
+    Decode fetches the tokens behind one prefix, the same for all groups."""
     return False
 
 
 # ------------------------------------------------------------------------------------------------------- in the worker
 
 
-@Patch(WORKER, "__init__", "worker", "self vllm_config engine_id kv_cache_config").because(
-    "vLLM's own worker would end the engine, because it moves states in parts, and only those of some layouts.",
-    remove_when="vLLM's own worker leaves the layout of states to the methods that move them",
-)
+@Patch(WORKER, "__init__", "worker", "self vllm_config engine_id kv_cache_config")
 def make_nixl_worker(call: Call) -> None:
-    """It knows the KV-cache groups with attention only, and `nixl_worker.WorkerView` all of them.
+    """Without it, vLLM's own worker would end the engine, because it moves states in parts, and only those of some
+    layouts. Until vLLM's own worker leaves the layout of states to the methods that move them.
+
+    It knows the KV-cache groups with attention only, and `nixl_worker.WorkerView` all of them.
 
     vLLM's own wants another layout of convolution states (``VLLM_SSM_CONV_STATE_LAYOUT=DS``), and does not know all
     kinds of states; but none of its own methods moves any.
@@ -194,12 +182,10 @@ def make_nixl_worker(call: Call) -> None:
     call.instance.kv_cache_config = kv_cache_config
 
 
-@Patch(FACADE, "register_kv_caches", "worker", "self kv_caches").because(
-    "kvcached reserves more blocks than vLLM planned, and keeps K, V or layers apart although the stock worker assumes "
-    "that they are dense; it would move other blocks' bytes.",
-    remove_when=_REMOVE_WHEN,
-)
+@Patch(FACADE, "register_kv_caches", "worker", "self kv_caches")
 def register_kv_caches(call: Call) -> None:
+    """Without it, other blocks' bytes would be moved: kvcached reserves more blocks than vLLM planned, and keeps K, V
+    or layers apart although the stock worker assumes that they are dense."""
     view = WorkerView(call.instance)
     settings = Settings.from_extra_config(view.extra_config)
     caches = call.argument("kv_caches")
@@ -214,48 +200,41 @@ def register_kv_caches(call: Call) -> None:
     call.note(f"memory path {path.value}: {registered}")
 
 
-@Patch(
-    CONNECTOR_BASE, "handle_preemptions", "worker", "self kv_connector_metadata", versions=LOADS_BEHIND.later
-).because("the transfer thread would be told of a step only after it was computed.", remove_when=_REMOVE_WHEN)
+@Patch(CONNECTOR_BASE, "handle_preemptions", "worker", "self kv_connector_metadata", versions=LOADS_BEHIND.later)
 def handle_preemptions(call: Call) -> None:
-    """vLLM calls this before each step, whether a request was preempted or not."""
+    """Without it, the transfer thread would be told of a step only after it was computed.
+
+    vLLM calls this before each step, whether a request was preempted or not."""
     side = side_of(call.instance)
     if side is not None:
         side.begin_step(private(call.argument("kv_connector_metadata"), STEP))
     call.proceed()
 
 
-@Patch(PULL_FACADE, "start_load_kv", "worker", "self forward_context kwargs").because(
-    "the transfer thread would not be told of any step.", remove_when=_REMOVE_WHEN
-)
+@Patch(PULL_FACADE, "start_load_kv", "worker", "self forward_context kwargs")
 def start_load_kv(call: Call) -> None:
+    """Without it, the transfer thread would not be told of any step."""
     side = side_of(call.instance)
     side.begin_step(private(private(call.instance, "_connector_metadata"), STEP))
     side.blocks_zeroed()
 
 
-@Patch(FACADE, "wait_for_save", "worker", "self").because(
-    "the KV that a step has computed would not be offered.", remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "wait_for_save", "worker", "self")
 def wait_for_save(call: Call) -> None:
+    """Without it, the KV that a step has computed would not be offered."""
     # vLLM calls this in a `finally`: the step may have raised.
     side_of(call.instance).end_step(has_failed=sys.exc_info()[0] is not None)
 
 
-_FINISHED_IN_VAIN = "the stock worker would take the transfer thread's notifications, and requests would wait forever."
-
-
-@Patch(FACADE, "get_finished", "worker", "self finished_req_ids", versions=ASKS_FOR_RESULTS.earlier).because(
-    _FINISHED_IN_VAIN, remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "get_finished", "worker", "self finished_req_ids", versions=ASKS_FOR_RESULTS.earlier)
 def get_finished(call: Call) -> tuple[set[str], set[str]]:
+    """Without it, the stock worker would take the transfer thread's notifications, and requests would wait forever."""
     return _sent(call), set()
 
 
-@Patch(FACADE, "get_transfer_results", "worker", "self finished_req_ids", versions=ASKS_FOR_RESULTS.later).because(
-    _FINISHED_IN_VAIN, remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "get_transfer_results", "worker", "self finished_req_ids", versions=ASKS_FOR_RESULTS.later)
 def get_transfer_results(call: Call) -> Any:
+    """Without it, the stock worker would take the transfer thread's notifications, and requests would wait forever."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
     return KVConnectorTransferResults(finished_sending=_sent(call), finished_recving=set())
@@ -268,10 +247,9 @@ def _sent(call: Call) -> set[str]:
     return sent
 
 
-@Patch(CONNECTOR_BASE, "build_connector_worker_meta", "worker", "self").because(
-    "the scheduler would not be told which hand-overs have ended, or failed.", remove_when=_REMOVE_WHEN
-)
+@Patch(CONNECTOR_BASE, "build_connector_worker_meta", "worker", "self")
 def build_connector_worker_meta(call: Call) -> Any:
+    """Without it, the scheduler would not be told which hand-overs have ended, or failed."""
     side = side_of(call.instance)
     if side is None:
         return call.proceed()
@@ -279,34 +257,29 @@ def build_connector_worker_meta(call: Call) -> Any:
     return None if report is None else carry(report)
 
 
-@Patch(FACADE, "get_block_ids_with_load_errors", "worker", "self").because(
-    "vLLM's own worker would be asked, which moves no KV.", remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "get_block_ids_with_load_errors", "worker", "self")
 def get_block_ids_with_load_errors(call: Call) -> set[int]:
+    """Without it, vLLM's own worker would be asked, which moves no KV."""
     return set()
 
 
-_REGISTERED_AGAIN = "vLLM would take memory from NIXL that the transfer thread is using, and could not give it back."
-
-
-@Patch(PULL_FACADE, "unregister_kv_caches", "worker", "self", versions=HASHES_AHEAD.later).because(
-    _REGISTERED_AGAIN, remove_when=_REMOVE_WHEN
-)
+@Patch(PULL_FACADE, "unregister_kv_caches", "worker", "self", versions=HASHES_AHEAD.later)
 def unregister_kv_caches(call: Call) -> None:
-    """Does nothing: kvcached's pages stay where they are while vLLM sleeps, and so does the slab."""
+    """Without it, vLLM would take memory from NIXL that the transfer thread is using, and could not give it back.
+
+    Does nothing: kvcached's pages stay where they are while vLLM sleeps, and so does the slab."""
 
 
-@Patch(PULL_FACADE, "restore_kv_caches", "worker", "self", versions=HASHES_AHEAD.later).because(
-    _REGISTERED_AGAIN, remove_when=_REMOVE_WHEN
-)
+@Patch(PULL_FACADE, "restore_kv_caches", "worker", "self", versions=HASHES_AHEAD.later)
 def restore_kv_caches(call: Call) -> None:
-    """Does nothing, as `unregister_kv_caches`."""
+    """Without it, vLLM would take memory from NIXL that the transfer thread is using, and could not give it back.
+
+    Does nothing, as `unregister_kv_caches`."""
 
 
-@Patch(FACADE, "shutdown", "every", "self").because(
-    "the transfer thread would use an agent that has been destroyed.", remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "shutdown", "every", "self")
 def shutdown(call: Call) -> None:
+    """Without it, the transfer thread would use an agent that has been destroyed."""
     side = side_of(call.instance)
     if side is not None:
         side.close()
@@ -316,10 +289,9 @@ def shutdown(call: Call) -> None:
 # ------------------------------------------------------------------------------------------------------------- metrics
 
 
-@Patch(FACADE, "build_kv_connector_stats", "every", "cls data", kind="classmethod").because(
-    "vLLM's own statistics would not accept this package's figures.", remove_when=_REMOVE_WHEN
-)
+@Patch(FACADE, "build_kv_connector_stats", "every", "cls data", kind="classmethod")
 def build_kv_connector_stats(call: Call) -> Any:
+    """Without it, vLLM's own statistics would not accept this package's figures."""
     return metrics.stats(call.argument("data"))
 
 
@@ -329,8 +301,9 @@ def build_kv_connector_stats(call: Call) -> Any:
     "every",
     "cls vllm_config metric_types labelnames per_engine_labelvalues",
     kind="classmethod",
-).because("no metric would say why hand-overs bring no KV.", remove_when=_REMOVE_WHEN)
+)
 def build_prom_metrics(call: Call) -> Any:
+    """Without it, no metric would say why hand-overs bring no KV."""
     names = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
     made = metrics.prom_metrics(*map(call.argument, names))
     try:

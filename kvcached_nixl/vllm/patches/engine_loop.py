@@ -52,12 +52,10 @@ _SHARED_SECONDS = 1.0
 """Longest rest beside another connector, because the end of its transfers is found in steps only."""
 
 
-@Patch(ENGINE_CORE, "_process_input_queue", "scheduler", "self").because(
-    "a sleeping engine would not be told that its workers have released blocks, and one that waits for KV would "
-    "step a thousand times a second.",
-    remove_when="vLLM lets a connector wake its engine",
-)
+@Patch(ENGINE_CORE, "_process_input_queue", "scheduler", "self")
 def process_input_queue(call: Call) -> None:
+    """Without it, a sleeping engine would not be told that its workers have released blocks, and one that waits for KV
+    would step a thousand times a second. Until vLLM lets a connector wake its engine."""
     vars(call.instance.scheduler)[CORE] = call.instance
     let_look_up(call.instance)
     for side in bound_sides(call.instance.scheduler):
@@ -151,18 +149,16 @@ def _bring_nothing(batches: Collection[Any]) -> bool:
 
 
 # ------------------------------------------------------------------------------------- paused, resumed, cleared, ended
+# Until vLLM tells its connector that an engine is paused, and the caller that its cache was not cleared.
 
-_REMOVE_WHEN = "vLLM tells its connector that an engine is paused, and the caller that its cache was not cleared"
 _DRAIN_LOOK_SECONDS = 0.01
 """Longest wait for input: while requests wait in the input queue, messages of workers are queued behind them."""
 
 
-@Patch(ENGINE_CORE, "pause_scheduler", "scheduler", "self mode clear_cache").because(
-    "a pause (/pause, /sleep) would wait until other engines have fetched the KV kept for them, and these engines "
-    "may be paused, too.",
-    remove_when=_REMOVE_WHEN,
-)
+@Patch(ENGINE_CORE, "pause_scheduler", "scheduler", "self mode clear_cache")
 def pause_scheduler(call: Call) -> Any:
+    """Without it, a pause (/pause, /sleep) would wait until other engines have fetched the KV kept for them, and these
+    engines may be paused, too."""
     scheduler = call.instance.scheduler
     grace_seconds = GRACE_SECONDS if call.argument("mode") == "wait" else 0.0
     for side in bound_sides(scheduler):
@@ -177,23 +173,21 @@ def pause_scheduler(call: Call) -> Any:
         raise
 
 
-@Patch(ENGINE_CORE_BASE, "resume_scheduler", "scheduler", "self").because(
-    "an engine that was paused would revoke every later offer, too.", remove_when=_REMOVE_WHEN
-)
+@Patch(ENGINE_CORE_BASE, "resume_scheduler", "scheduler", "self")
 def resume_scheduler(call: Call) -> Any:
+    """Without it, an engine that was paused would revoke every later offer, too."""
     found = call.proceed()
     for side in bound_sides(call.instance.scheduler):
         side.revocations.resumed()
     return found
 
 
-@Patch(ENGINE_SCHEDULER, "reset_prefix_cache", "scheduler", "self reset_running_requests reset_connector").because(
-    "KV that is in flight would enter a cache that has just been cleared, and blocks kept for decode would prevent "
-    "clearing it at all.",
-    remove_when=_REMOVE_WHEN,
-)
+@Patch(ENGINE_SCHEDULER, "reset_prefix_cache", "scheduler", "self reset_running_requests reset_connector")
 def reset_prefix_cache(call: Call) -> bool:
-    """Clear the prefix cache, with no block held for peers meanwhile, and none written by them later."""
+    """Without it, KV that is in flight would enter a cache that has just been cleared, and blocks kept for decode would
+    prevent clearing it at all.
+
+    Clear the prefix cache, with no block held for peers meanwhile, and none written by them later."""
     found = list(bound_sides(call.instance))
     if not call.argument("reset_running_requests"):
         # kvcached reports success even if blocks are held.
@@ -230,13 +224,12 @@ def _drained(core: Any) -> bool:
     return not any(side.revocations.has_blocks for side in sides(scheduler.connector))
 
 
-@Patch(ENGINE_CORE, "_notify_idle_state_callbacks", "scheduler", "self").because(
-    "a pause (/pause, /sleep) clears the cache of an idle engine; this fails while blocks are held for transfers "
-    "in flight, and the error would end the engine.",
-    remove_when=_REMOVE_WHEN,
-)
+@Patch(ENGINE_CORE, "_notify_idle_state_callbacks", "scheduler", "self")
 def notify_idle_state_callbacks(call: Call) -> None:
-    """On the engine's thread, before a pause completes, wait for transfers that may still be in flight; and when an
+    """Without it, a pause (/pause, /sleep) clears the cache of an idle engine; this fails while blocks are held for
+    transfers in flight, and the error would end the engine.
+
+    On the engine's thread, before a pause completes, wait for transfers that may still be in flight; and when an
     engine is idle, until input arrives or its next deadline is due.
 
     vLLM is about to block on the input queue without a timeout. It treats a paused engine as idle, although hand-overs
@@ -294,13 +287,12 @@ def _quiet_in_seconds(core: Any) -> float:
     return max((side.revocations.quiet_in_seconds for side in sides(private(core.scheduler, "connector"))), default=0.0)
 
 
-@Patch(ENGINE_CORE, "_handle_shutdown", "scheduler", "self").because(
-    "an engine that shuts down without grace would end without revoking its offers, and decode would notice late; "
-    "it would answer the beginning of a response as a complete one (/v1/responses).",
-    remove_when=_REMOVE_WHEN,
-)
+@Patch(ENGINE_CORE, "_handle_shutdown", "scheduler", "self")
 def handle_shutdown(call: Call) -> bool:
-    """Without time to end (``--shutdown-timeout``), what the engine works on ends with an error at once, and peers get
+    """Without it, an engine that shuts down without grace would end without revoking its offers, and decode would
+    notice late; it would answer the beginning of a response as a complete one (/v1/responses).
+
+    Without time to end (``--shutdown-timeout``), what the engine works on ends with an error at once, and peers get
     no time to fetch what it keeps. vLLM would send ``abort``, which not every endpoint tells its client.
 
     The API server does the same with what the engine aborts once it knows that it is shut down, but a signal to all

@@ -4,6 +4,7 @@
 Runs in: the engine core and every worker process. There are two ways to construct a connector, and both are patched:
 ``KVConnectorFactory.create_connector``, and the constructor of the NIXL connector itself, because ``MultiConnector``
 constructs its children without the factory. If one of the two cannot be patched, the other one raises that refusal.
+Needed until this package no longer patches anything.
 
 Other connectors are not affected, unless they are beside NIXL's in a ``MultiConnector`` and could not use kvcached's
 memory: `adapter.neighbours`. vLLM's own push connector is served as a mode of ``NixlConnector``: in every process that
@@ -50,14 +51,12 @@ from kvcached_nixl.wire.manifest import Keeps, KVGroup, KVGroups
 
 logger = logging.getLogger(SERVER_LOGGER)
 
-_WHY = "The connector would start although a patch is missing, and return wrong tokens with HTTP 200."
-_REMOVE_WHEN = "this package no longer patches anything"
-
 
 @Patch(
     FACTORY, "create_connector", "every", "cls config role kv_cache_config", kind="classmethod", when_unsupported=True
-).because(_WHY, remove_when=_REMOVE_WHEN)
+)
 def create_connector(call: Call) -> Any:
+    """Without it, the connector would start although a patch is missing, and return wrong tokens with HTTP 200."""
     vllm_config = call.argument("config")
     config = vllm_config.kv_transfer_config
     if config is None:
@@ -81,8 +80,9 @@ def create_connector(call: Call) -> Any:
 
 
 # Any parameters: a changed signature would refuse this patch, and so leave the gate open.
-@Patch(FACADE, "__init__", "every", ANY_PARAMETERS, when_unsupported=True).because(_WHY, remove_when=_REMOVE_WHEN)
+@Patch(FACADE, "__init__", "every", ANY_PARAMETERS, when_unsupported=True)
 def construct(call: Call) -> None:
+    """Without it, the connector would start although a patch is missing, and return wrong tokens with HTTP 200."""
     cls = type(call.instance)
     require_complete(call.registry, cls.__name__)
     config = _config_of(call)
@@ -235,12 +235,12 @@ def _require_startable(cls: type) -> None:
 _NAME, _MODULE, _EXTRA = "kv_connector", "kv_connector_module_path", "kv_connector_extra_config"
 
 
-@Patch(TRANSFER_CONFIG, "__post_init__", "every", "self").because(
-    "A manifest that names vLLM's push connector would be refused: vLLM's own leaves requests waiting for ever.",
-    remove_when="vLLM's own push connector survives failed WRITEs and ended leases, and serves kvcached",
-)
+@Patch(TRANSFER_CONFIG, "__post_init__", "every", "self")
 def post_init(call: Call) -> None:
-    """Replace ``NixlPushConnector``, also among the children of a ``MultiConnector``.
+    """Without it, a manifest that names vLLM's push connector would be refused: vLLM's own leaves requests waiting for
+    ever. Until vLLM's own push connector survives failed WRITEs and ended leases, and serves kvcached.
+
+    Replace ``NixlPushConnector``, also among the children of a ``MultiConnector``.
 
     So vLLM's checks that look for the name ``NixlConnector`` apply, and all processes know a connector's metrics by one
     name.

@@ -41,12 +41,12 @@ _OF_RESPONSES = "resp_"
 _ABORTED = "The server has aborted this request before its end. Try again."
 
 
-@Patch(INPUT_PROCESSOR, "assign_request_id", "frontend", "request", kind="staticmethod").because(
-    "a body whose priority is no number would end the engine's input thread, and all requests would wait forever.",
-    remove_when="vLLM's engine answers requests that it cannot decode",
-)
+@Patch(INPUT_PROCESSOR, "assign_request_id", "frontend", "request", kind="staticmethod")
 def assign_request_id(call: Call) -> None:
-    """Refuse a request that the engine's process could not decode, or that cannot be encoded for it.
+    """Without it, a body whose priority is no number would end the engine's input thread, and all requests would wait
+    forever. Until vLLM's engine answers requests that it cannot decode.
+
+    Refuse a request that the engine's process could not decode, or that cannot be encoded for it.
 
     A request that cannot be decoded ends the engine's input thread, and all requests wait for ever. Of a request that
     cannot be encoded (numbers above 64 bits, text that is not Unicode), vLLM keeps the state for ever.
@@ -76,14 +76,12 @@ def assign_request_id(call: Call) -> None:
     call.proceed()
 
 
-@Patch(
-    OUTPUT_PROCESSOR, "_update_stats_from_finished", "frontend", "self req_state finish_reason iteration_stats"
-).because(
-    "a request whose hand-over has failed would be answered with status 200 and no token.",
-    remove_when="vLLM raises for a request that ends with an error, whatever endpoint it came through",
-)
+@Patch(OUTPUT_PROCESSOR, "_update_stats_from_finished", "frontend", "self req_state finish_reason iteration_stats")
 def update_stats_from_finished(call: Call) -> None:
-    """Raise an exception in the endpoint that waits for a request which ended with an error.
+    """Without it, a request whose hand-over has failed would be answered with status 200 and no token. Until vLLM
+    raises for a request that ends with an error, whatever endpoint it came through.
+
+    Raise an exception in the endpoint that waits for a request which ended with an error.
 
     Each of vLLM's endpoints checks by itself, or does not check, why a request has ended. Streaming endpoints skip
     outputs without tokens first (``completion_stream_generator``, ``chat_completion_stream_generator``, 0.26 to 0.30):
@@ -152,23 +150,20 @@ def _told(request_state: Any) -> str:
     return next((one for one in said if isinstance(one, str) and one.startswith((FAILED, STARVED))), "")
 
 
-@Patch(OUTPUT_PROCESSOR, "do_tracing", "frontend", "self engine_core_output req_state iteration_stats").because(
-    "a trace would not say how long the API server had a request, and its first token.",
-    remove_when="vLLM's own spans say when a request has entered its engine, and when its first token was there",
-)
+@Patch(OUTPUT_PROCESSOR, "do_tracing", "frontend", "self engine_core_output req_state iteration_stats")
 def do_tracing(call: Call) -> None:
-    """Called where requests are traced only, once a request has ended."""
+    """Without it, a trace would not say how long the API server had a request, and its first token. Until vLLM's own
+    spans say when a request has entered its engine, and when its first token was there.
+
+    Called where requests are traced only, once a request has ended."""
     call.proceed()
     add_server_spans(call.argument("engine_core_output"), call.argument("req_state"))
 
 
-_OTHER_MEDIA = "two servers would identify different images, sounds, ... as equal, or equal ones as different."
-
-
-@Patch(RENDERER, "_process_mm_uuids", "frontend", "self mm_data mm_data_items mm_uuid_items mm_req_id").because(
-    _OTHER_MEDIA, remove_when="vLLM identifies media by their content, with and without caches"
-)
+@Patch(RENDERER, "_process_mm_uuids", "frontend", "self mm_data mm_data_items mm_uuid_items mm_req_id")
 def process_mm_uuids(call: Call) -> Any:
+    """Without it, two servers would identify different images, sounds, ... as equal, or equal ones as different. Until
+    vLLM identifies media by their content, with and without caches."""
     # vLLM identifies media by counting, not by content, where both caches are off.
     found = call.proceed()
     media = private(call.instance, "model_config").multimodal_config
@@ -178,9 +173,9 @@ def process_mm_uuids(call: Call) -> Any:
     return {} if are_counted else found
 
 
-@Patch(MEDIA_PROCESSING, "model_id", "frontend", "self", kind="property").because(
-    _OTHER_MEDIA, remove_when="vLLM identifies media by their content alone"
-)
+@Patch(MEDIA_PROCESSING, "model_id", "frontend", "self", kind="property")
 def model_id(call: Call) -> str:
+    """Without it, two servers would identify different images, sounds, ... as equal, or equal ones as different. Until
+    vLLM identifies media by their content alone."""
     # An engine has one model, and the handshake compares models by their content.
     return "the model of this engine"

@@ -54,20 +54,16 @@ def take_off() -> tuple[str, ...]:
     return (f"{cls.__qualname__}.{_LAYOUT}: kvcached's override removed, inherited again",)
 
 
-@Patch(
-    KVCACHED_PATCH, "patch_connector", "every", "self", when_unsupported=True, when_absent="skip", prepare=take_off
-).because(
-    "kvcached's own patch inflates num_blocks to the whole reservation and refuses the contiguous layout.",
-    remove_when="kvcached no longer has NixlConnectorPatch",
-)
+@Patch(KVCACHED_PATCH, "patch_connector", "every", "self", when_unsupported=True, when_absent="skip", prepare=take_off)
 def patch_connector(call: Call) -> bool:
+    """Without it, kvcached's own patch inflates num_blocks to the whole reservation and refuses the contiguous layout.
+    Until kvcached no longer has NixlConnectorPatch."""
     call.note("kvcached asked to patch NixlConnector: superseded, nothing was changed")
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------- completed
+# ------------------------------------------------------------ completed, until kvcached accepts such a version itself
 
-_REMOVE_WHEN = "kvcached accepts this version itself"
 _LOOKAHEAD = "num_hash_lookahead_tokens"
 """Of the pool and of the constructor, from vLLM 0.33 on. Read by ``vllm/v1/core/single_type_kv_cache_manager.py``."""
 
@@ -78,12 +74,11 @@ _LOOKAHEAD = "num_hash_lookahead_tokens"
     "every",
     "self gpuworker_mod",
     versions=COUNTS_EXTERNAL_WEIGHTS.later,
-).because(
-    "kvcached's request_memory has two parameters, and vLLM passes three: no worker on a GPU would start.",
-    remove_when=_REMOVE_WHEN,
 )
 def patch_worker_init_device(call: Call) -> bool:
-    """The third argument is the bytes of weights that another process holds on the device. As in vLLM's own, they are
+    """Without it, kvcached's request_memory has two parameters, and vLLM passes three: no worker on a GPU would start.
+
+    The third argument is the bytes of weights that another process holds on the device. As in vLLM's own, they are
     not the engine's to use. With 0.32.0 it was run on an H200."""
 
     def request_memory(wrapped: Callable[..., int], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -114,12 +109,11 @@ def _without_external(
     "every",
     "self gpuworker_mod",
     versions=COUNTS_EXTERNAL_WEIGHTS.later,
-).because(
-    "kvcached runs the model without vLLM's current configuration to find out what memory it needs.",
-    remove_when=_REMOVE_WHEN,
 )
 def patch_worker_determine_available_memory(call: Call) -> bool:
-    """With 0.32.0 it was run on an H200."""
+    """Without it, kvcached runs the model without vLLM's current configuration to find out what memory it needs.
+
+    With 0.32.0 it was run on an H200."""
     gpu_worker = call.argument("gpuworker_mod")
 
     def determine(wrapped: Callable[..., int], worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -129,13 +123,12 @@ def patch_worker_determine_available_memory(call: Call) -> bool:
     return _completed(call, gpu_worker.Worker, "determine_available_memory", determine)
 
 
-@Patch(KVCACHED_COORDINATOR, "patch_coordinator", "every", "self kvcoord_mod").because(
-    "kvcached's block pool reports no KV events, so routers that follow them see an empty cache; with vLLM 0.33 it "
-    "lacks an attribute that vLLM reads where layers have states.",
-    remove_when="kvcached's own pool does both",
-)
+@Patch(KVCACHED_COORDINATOR, "patch_coordinator", "every", "self kvcoord_mod")
 def patch_coordinator(call: Call) -> bool:
-    """kvcached replaces vLLM's block pool when a coordinator is constructed. Its own gets what the constructor is asked
+    """Without it, kvcached's block pool reports no KV events, so routers that follow them see an empty cache; with vLLM
+    0.33 it lacks an attribute that vLLM reads where layers have states. Until kvcached's own pool does both.
+
+    kvcached replaces vLLM's block pool when a coordinator is constructed. Its own gets what the constructor is asked
     for: KV events (``--kv-events-config``), and ``num_hash_lookahead_tokens``."""
     owner = call.argument("kvcoord_mod").KVCacheCoordinator
     signature = inspect.signature(owner.__init__)
@@ -187,15 +180,12 @@ def report_blocks(pool: Any) -> None:
     pool._remove_cached_block, pool.reset_prefix_cache = remove_cached_block, reset_prefix_cache
 
 
-@Patch(
-    KVCACHED_ALLOCATION, "patch_allocate_slots", "every", "self kvcache_manager_mod", versions=HITS_DIVERGE.earlier
-).because(
-    "the engine would end one step after another engine on its device has taken the memory that a request with "
-    "cached tokens was about to get.",
-    remove_when="vLLM 0.27 is no longer supported",
-)
+@Patch(KVCACHED_ALLOCATION, "patch_allocate_slots", "every", "self kvcache_manager_mod", versions=HITS_DIVERGE.earlier)
 def patch_allocate_slots(call: Call) -> bool:
-    """Undo an allocation that fails half way, because another engine has taken the memory meanwhile.
+    """Without it, the engine would end one step after another engine on its device has taken the memory that a request
+    with cached tokens was about to get. Until vLLM 0.27 is no longer supported.
+
+    Undo an allocation that fails half way, because another engine has taken the memory meanwhile.
 
     kvcached does so from vLLM 0.28 on, whose version its patch is told. Below, vLLM's next step finds the beginning of
     it, and ends the engine. What kvcached restores is the same there: vLLM 0.26 and 0.27,

@@ -11,6 +11,8 @@ vLLM answers a request that fails with the status of its exception, and without 
 status 200 before the engine has said anything. So where requests may be refused, the start of each answer is held back
 until its first part is there.
 
+Needed until vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended.
+
 Runs in: the API server's process.
 Sources: ``entrypoints/launcher.py`` (``handle_shutdown``), ``v1/engine/async_llm.py``,
 ``entrypoints/serve/exception_handling``, ``multimodal/cache.py``, ``starlette/responses.py``.
@@ -57,13 +59,12 @@ _MESSAGE = "This server is shutting down. Use another one."
 _SERVED = ("/health", "/metrics", "/ping")
 """Paths that answer until the end, on connections that are open; ``/health`` with 503."""
 
-_LEAVES = "a server that is shut down would abort new requests with status 200, and leave some without an end."
-_LEAVES_UNTIL = "vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended"
 
-
-@Patch(ENGINE_CLIENT, "shutdown", "frontend", "self timeout").because(_LEAVES, remove_when=_LEAVES_UNTIL)
+@Patch(ENGINE_CLIENT, "shutdown", "frontend", "self timeout")
 def shut_down(call: Call) -> Any:
-    """Wait for the requests of an API server, then stop its engines.
+    """Without it, a server that is shut down would abort new requests with status 200, and leave some without an end.
+
+    Wait for the requests of an API server, then stop its engines.
 
     The timeout is ``--shutdown-timeout`` in seconds; 0: what is under way is aborted; None: vLLM's default.
     """
@@ -169,10 +170,9 @@ def refuses(client: Any) -> bool:
     return since_seconds is not None and time.monotonic() >= since_seconds
 
 
-@Patch(ENGINE_CLIENT, "check_health", "frontend", "self").because(
-    "load balancers would send requests to a server that is shut down.", remove_when=_LEAVES_UNTIL
-)
+@Patch(ENGINE_CLIENT, "check_health", "frontend", "self")
 def check_health(call: Call) -> Any:
+    """Without it, load balancers would send requests to a server that is shut down."""
     if is_leaving(call.instance):
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -181,11 +181,12 @@ def check_health(call: Call) -> Any:
     return call.proceed()
 
 
-@Patch(ENGINE_CLIENT, "add_request", "frontend", ANY_PARAMETERS).because(
-    f"{_LEAVES[:-1]}; one that has changed its role would serve everybody.", remove_when=_LEAVES_UNTIL
-)
+@Patch(ENGINE_CLIENT, "add_request", "frontend", ANY_PARAMETERS)
 def add_request(call: Call) -> Any:
-    """Of a request that has come before, and reaches the engine only now."""
+    """Without it, a server that is shut down would abort new requests with status 200, and leave some without an end;
+    one that has changed its role would serve everybody.
+
+    Of a request that has come before, and reaches the engine only now."""
     if refuses(call.instance):
         from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -212,12 +213,12 @@ async def _refuse_prompt(call: Call, told: str) -> None:
     raise InputStreamError(error)
 
 
-@Patch(HTTP_MIDDLEWARE, "__call__", "frontend", "self scope receive send").because(
-    f"{_LEAVES[:-1]}; clients of requests that waited too long would not be told when to try again.",
-    remove_when=_LEAVES_UNTIL,
-)
+@Patch(HTTP_MIDDLEWARE, "__call__", "frontend", "self scope receive send")
 def serve_http(call: Call) -> Any:
-    """A load balancer tries another server when it gets 503."""
+    """Without it, a server that is shut down would abort new requests with status 200, and leave some without an end;
+    clients of requests that waited too long would not be told when to try again.
+
+    A load balancer tries another server when it gets 503."""
     scope, receive, send = map(call.argument, ("scope", "receive", "send"))
     state = scope["app"].state if scope["type"] in ("http", "lifespan") and "app" in scope else None
     client, roles = optional(state, "engine_client"), optional(state, ROLES)

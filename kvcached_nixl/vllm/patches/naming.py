@@ -7,7 +7,8 @@ core maps pages, and when it creates the memory accounting. All of that happens 
 and the worker, where `own_engine` and `join_engine` set the name. Until then it is a placeholder that no engine uses.
 The environment is not changed: an engine that is started from this process asks for the same name and gets another one.
 
-One name per process, because kvcached's state exists once per process.
+One name per process, because kvcached's state exists once per process. Needed until kvcached gives each engine a unique
+name, and passes it to its workers.
 
 Runs in: the engine core and every worker process; with any connector and with none.
 Sources: kvcached 0.1.6, ``utils.py`` (``_obtain_default_ipc_name``), ``tp_ipc_util.py``; kvcached#476, kvcached#477.
@@ -42,9 +43,6 @@ _READERS = ("kv_cache_manager", "mem_info_tracker")
 DYING_SECONDS = 2.0
 """How long a process that ends waits for workers whose engine core was killed."""
 
-_WHY = "two engines with one KVCACHED_IPC_NAME, or the data-parallel ranks of one server, would map each other's pages."
-_REMOVE = "kvcached gives each engine a unique name, and passes it to its workers"
-
 
 @dataclass
 class _Held:
@@ -73,8 +71,10 @@ def withdraw_name() -> tuple[str, ...]:
     return (f"every engine makes a unique kvcached name from {wish!r}",)
 
 
-@Patch(EXECUTOR, "__init__", "scheduler", "self vllm_config", prepare=withdraw_name).because(_WHY, remove_when=_REMOVE)
+@Patch(EXECUTOR, "__init__", "scheduler", "self vllm_config", prepare=withdraw_name)
 def make_executor(call: Call) -> None:
+    """Without it, two engines with one KVCACHED_IPC_NAME, or the data-parallel ranks of one server, would map each
+    other's pages."""
     own_engine(call.instance, call.argument("vllm_config"))
     try:
         call.proceed()
@@ -105,10 +105,10 @@ def own_engine(executor: Any, config: Any) -> None:
     logger.info("kvcached's name of this engine is %s (as shown by kvctl; requested: %s).", claim.name, wish)
 
 
-@Patch(
-    WORKER_BASE, "__init__", "worker", "self vllm_config local_rank rank distributed_init_method is_driver_worker"
-).because(_WHY, remove_when=_REMOVE)
+@Patch(WORKER_BASE, "__init__", "worker", "self vllm_config local_rank rank distributed_init_method is_driver_worker")
 def make_worker(call: Call) -> None:
+    """Without it, two engines with one KVCACHED_IPC_NAME, or the data-parallel ranks of one server, would map each
+    other's pages."""
     join_engine(call.argument("vllm_config"))
     call.proceed()
 
@@ -137,10 +137,9 @@ def join_engine(config: Any) -> None:
     _set(held.claim.name)
 
 
-@Patch(KVCACHED_INTERFACES, "shutdown_kvcached", "scheduler", "", kind="function").because(
-    "an engine's directory of sockets would not be removed.", remove_when=_REMOVE
-)
+@Patch(KVCACHED_INTERFACES, "shutdown_kvcached", "scheduler", "", kind="function")
 def shut_down(call: Call) -> Any:
+    """Without it, an engine's directory of sockets would not be removed."""
     is_over = call.proceed()
     if is_over:
         give_up_name()

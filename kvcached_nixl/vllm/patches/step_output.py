@@ -42,12 +42,10 @@ def scheduled(scheduler_output: Any) -> Iterator[Progress]:
         yield Progress(request_id, block_ids or (), replaces, before + tokens[request_id], before)
 
 
-@Patch(ENGINE_SCHEDULER, "update_from_output", "scheduler", "self scheduler_output model_runner_output").because(
-    "vLLM would take this package's reports for request ids and block ids, and a failed hand-over for a successful "
-    "one.",
-    remove_when="vLLM's connectors can end a receive without its blocks",
-)
+@Patch(ENGINE_SCHEDULER, "update_from_output", "scheduler", "self scheduler_output model_runner_output")
 def update_from_output(call: Call) -> Any:
+    """Without it, vLLM would take this package's reports for request ids and block ids, and a failed hand-over for a
+    successful one. Until vLLM's connectors can end a receive without its blocks."""
     output = call.argument("model_runner_output")
     tier = tier_of(call.instance)
     if tier is not None:
@@ -162,12 +160,12 @@ def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, ou
     setattr(engine_scheduler, STOOD_STILL, not has_moved)
 
 
-@Patch(ENGINE_SCHEDULER, "_handle_invalid_blocks", "scheduler", "self invalid_block_ids num_scheduled_tokens").because(
-    "a hand-over that has failed would be taken for one that has succeeded.",
-    remove_when="vLLM's connectors can name the requests whose load has failed",
-)
+@Patch(ENGINE_SCHEDULER, "_handle_invalid_blocks", "scheduler", "self invalid_block_ids num_scheduled_tokens")
 def handle_invalid_blocks(call: Call) -> Any:
-    """Fail or recompute requests that received no KV, as ``kv_load_failure_policy`` says.
+    """Without it, a hand-over that has failed would be taken for one that has succeeded. Until vLLM's connectors can
+    name the requests whose load has failed.
+
+    Fail or recompute requests that received no KV, as ``kv_load_failure_policy`` says.
 
     None of their tokens counts as computed, so vLLM frees the blocks that they still have and starts them again.
 
@@ -191,23 +189,20 @@ def handle_invalid_blocks(call: Call) -> Any:
     return ending
 
 
-@Patch(ENGINE_SCHEDULER, "_preempt_request", "scheduler", "self request timestamp drop_stale_output?").because(
-    "blocks of a preempted request would be reused while a WRITE reads them, and decode would get another "
-    "request's KV (nixl#2067: a posted transfer cannot be cancelled).",
-    remove_when="vLLM asks its connector before it frees the blocks of a preempted request",
-)
+@Patch(ENGINE_SCHEDULER, "_preempt_request", "scheduler", "self request timestamp drop_stale_output?")
 def preempt_request(call: Call) -> None:
+    """Without it, blocks of a preempted request would be reused while a WRITE reads them, and decode would get another
+    request's KV (nixl#2067: a posted transfer cannot be cancelled). Until vLLM asks its connector before it frees the
+    blocks of a preempted request."""
     for side in sides(call.instance.connector):
         side.offering.preempted(call.argument("request").request_id)
     call.proceed()
 
 
-@Patch(ENGINE_SCHEDULER, "_connector_finished", "scheduler", "self request").because(
-    "vLLM would first free the blocks that have left a sliding window: decode's while they are written, and "
-    "prefill's that its manifest names.",
-    remove_when="vLLM tells its connector before it frees any block of a request",
-)
+@Patch(ENGINE_SCHEDULER, "_connector_finished", "scheduler", "self request")
 def connector_finished(call: Call) -> Any:
+    """Without it, vLLM would first free the blocks that have left a sliding window: decode's while they are written,
+    and prefill's that its manifest names. Until vLLM tells its connector before it frees any block of a request."""
     request, tier = call.argument("request"), tier_of(call.instance)
     if tier is not None:
         tier.finished(request.request_id)

@@ -28,9 +28,7 @@ from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 logger = logging.getLogger(SERVER_LOGGER)
 
 # ------------------------------------------------------------------------------------------------------- in the worker
-
-_OTHER = "KV of other weights would be taken for this model's, with HTTP 200."
-_UNTIL_HASHED = "vLLM's compatibility hash includes the content of the weights"
+# Until vLLM's compatibility hash includes the content of the weights.
 
 
 @Patch(
@@ -38,8 +36,9 @@ _UNTIL_HASHED = "vLLM's compatibility hash includes the content of the weights"
     "_prepare_weights",
     "worker",
     "self model_name_or_path subfolder revision fall_back_to_pt allow_patterns_overrides",
-).because(_OTHER, remove_when=_UNTIL_HASHED)
+)
 def prepare_weights(call: Call) -> Any:
+    """Without it, KV of other weights would be taken for this model's, with HTTP 200."""
     found = call.proceed()
     # vLLM 0.31 returns the name of an index file, too.
     _, files, *_ = found
@@ -47,25 +46,24 @@ def prepare_weights(call: Call) -> Any:
     return found
 
 
-@Patch(STREAMING_LOADER, "_prepare_weights", "worker", "self model_name_or_path revision").because(
-    _OTHER, remove_when=_UNTIL_HASHED
-)
+@Patch(STREAMING_LOADER, "_prepare_weights", "worker", "self model_name_or_path revision")
 def stream_weights(call: Call) -> Any:
+    """Without it, KV of other weights would be taken for this model's, with HTTP 200."""
     files = call.proceed()
     note_files(call.instance, call.argument("model_name_or_path"), None, files)
     return files
 
 
-@Patch(LOADER_BASE, "__init__", "worker", "self load_config").because(_OTHER, remove_when=_UNTIL_HASHED)
+@Patch(LOADER_BASE, "__init__", "worker", "self load_config")
 def make_loader(call: Call) -> None:
+    """Without it, KV of other weights would be taken for this model's, with HTTP 200."""
     call.proceed()
     watch_loading(call.instance)
 
 
-@Patch(WORKER_PROCESS, "get_kv_connector_handshake_metadata", "worker", "self").because(
-    _OTHER, remove_when=_UNTIL_HASHED
-)
+@Patch(WORKER_PROCESS, "get_kv_connector_handshake_metadata", "worker", "self")
 def get_kv_connector_handshake_metadata(call: Call) -> Any:
+    """Without it, KV of other weights would be taken for this model's, with HTTP 200."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     found = list(sides(get_kv_transfer_group())) if has_kv_transfer_group() else []
@@ -76,6 +74,7 @@ def get_kv_connector_handshake_metadata(call: Call) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------- in the engine core
+# Until vLLM tells its connector that the weights of an engine have changed.
 
 _CHANGING = frozenset(
     {
@@ -96,14 +95,12 @@ _HARMLESS = frozenset(
 _LOOKING = frozenset({"list_loras", "pin_lora"})
 _DUE = "_kvcached_nixl_calls_to_look_at"
 _MISSED = "_kvcached_nixl_calls_not_looked_at"
-_UNTIL_TOLD = "vLLM tells its connector that the weights of an engine have changed"
 
 
-@Patch(ENGINE_CORE_BASE, "collective_rpc", "scheduler", "self method timeout args kwargs").because(
-    "parts of one prompt, or the two servers of one hand-over, would be computed with different weights.",
-    remove_when=_UNTIL_TOLD,
-)
+@Patch(ENGINE_CORE_BASE, "collective_rpc", "scheduler", "self method timeout args kwargs")
 def collective_rpc(call: Call) -> Any:
+    """Without it, parts of one prompt, or the two servers of one hand-over, would be computed with different
+    weights."""
     method, has_failed = call.argument("method"), True
     try:
         found = call.proceed()
@@ -117,11 +114,10 @@ def collective_rpc(call: Call) -> Any:
         identify_again(call.instance, method, has_failed=has_failed)
 
 
-@Patch(ENGINE_CORE_BASE, "wake_up", "scheduler", "self tags").because(
-    "an engine that was put to sleep at level 2 would wake up without valid weights and still hand over KV.",
-    remove_when=_UNTIL_TOLD,
-)
+@Patch(ENGINE_CORE_BASE, "wake_up", "scheduler", "self tags")
 def wake_up(call: Call) -> Any:
+    """Without it, an engine that was put to sleep at level 2 would wake up without valid weights and still hand over
+    KV."""
     try:
         return call.proceed()
     finally:
@@ -187,11 +183,9 @@ def identify_if_due(core: Any) -> None:
             side.side_channel.hide()
 
 
-_ADAPTER = "KV of an adapter that was replaced under the same name would be taken for the new adapter's."
-
-
-@Patch(ENGINE_CORE_BASE, "add_lora", "scheduler", "self lora_request").because(_ADAPTER, remove_when=_UNTIL_TOLD)
+@Patch(ENGINE_CORE_BASE, "add_lora", "scheduler", "self lora_request")
 def add_lora(call: Call) -> Any:
+    """Without it, KV of an adapter that was replaced under the same name would be taken for the new adapter's."""
     request = call.argument("lora_request")
     for side in bound_sides(call.instance.scheduler):
         if request.load_inplace:
@@ -210,8 +204,9 @@ def add_lora(call: Call) -> Any:
     return found
 
 
-@Patch(ENGINE_CORE_BASE, "remove_lora", "scheduler", "self lora_id").because(_ADAPTER, remove_when=_UNTIL_TOLD)
+@Patch(ENGINE_CORE_BASE, "remove_lora", "scheduler", "self lora_id")
 def remove_lora(call: Call) -> Any:
+    """Without it, KV of an adapter that was replaced under the same name would be taken for the new adapter's."""
     try:
         return call.proceed()
     finally:

@@ -7,7 +7,7 @@ the engine, as without this package.
 
 What it touches was found by comparing vLLM's modules before and after kvcached's patches;
 ``tests/contract/test_windows.py`` does so again with the installed versions. Where all of it is as listed, what
-kvcached does there is what it does with 0.30.
+kvcached does there is what it does with 0.30. Needed until kvcached accepts these versions itself.
 
 Runs in: every process, while vLLM is being imported, before kvcached patches it.
 Sources: kvcached 0.1.6, ``integration/version_utils.py``, ``integration/patch_base.py``,
@@ -31,22 +31,19 @@ from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, KVCACHED, found
 
 logger = logging.getLogger(SERVER_LOGGER)
 
-_REMOVE_WHEN = "kvcached accepts these versions itself"
 _SPECIFIERS = frozenset({">=0.26.0,<0.31.0", ">=0.28.0,<0.31.0", ">=0.29.0,<0.31.0"})
 """kvcached's windows that end below 0.31. Its other ranges have no end, or end earlier."""
 
 
-@Patch(KVCACHED_VERSION_RANGE, "contains", "every", "self ver", versions=BEYOND_KVCACHED.later).because(
-    "kvcached refuses vLLM from 0.31 on by its number, though its patches fit.", remove_when=_REMOVE_WHEN
-)
+@Patch(KVCACHED_VERSION_RANGE, "contains", "every", "self ver", versions=BEYOND_KVCACHED.later)
 def contains(call: Call) -> bool:
+    """Without it, kvcached refuses vLLM from 0.31 on by its number, though its patches fit."""
     return bool(call.proceed()) or WINDOWS.contains(call.instance, call.argument("ver"))
 
 
-@Patch(KVCACHED_PATCH_MANAGER, "apply_all_patches", "every", "self", versions=BEYOND_KVCACHED.later).because(
-    "kvcached only warns when one of its patches fails, and its windows would stay open.", remove_when=_REMOVE_WHEN
-)
+@Patch(KVCACHED_PATCH_MANAGER, "apply_all_patches", "every", "self", versions=BEYOND_KVCACHED.later)
 def apply_all_patches(call: Call) -> dict[str, bool]:
+    """Without it, kvcached only warns when one of its patches fails, and its windows would stay open."""
     found = WINDOWS.while_patched(call.instance.library_name, call.proceed)
     call.note("kvcached's version windows are open" if WINDOWS.is_open else "kvcached's version windows stay shut")
     return found

@@ -31,7 +31,6 @@ def patch(**changes: Any) -> Patch:
         "process": "every",
         "parameters": "self",
         "why": "w",
-        "remove_when": "r",
     }
     return Patch(**{**fields, **changes})
 

@@ -28,7 +28,7 @@ SNAPSHOT, CACHE = SimpleNamespace(total_memory=80 * GIB), SimpleNamespace(gpu_me
 
 def patched(patch: Patch, target: Any, apply: Callable[[], bool]) -> Any:
     """As where kvcached patches a module of vLLM: ``apply``."""
-    return patch(Call(lambda gpuworker_mod=None, kvcoord_mod=None: apply(), None, (target, target), {}))
+    return patch.wrapper(Call(lambda gpuworker_mod=None, kvcoord_mod=None: apply(), None, (target, target), {}))
 
 
 def module(**contents: Any) -> Any:
@@ -129,9 +129,9 @@ def test_kvcached_patches_the_allocation_as_where_it_undoes_one() -> None:
             raise RuntimeError
         return True
 
-    assert patch_allocate_slots(Call(apply, patch, (), {})) is True
+    assert patch_allocate_slots.wrapper(Call(apply, patch, (), {})) is True
     with pytest.raises(RuntimeError):
-        patch_allocate_slots(Call(apply, patch, (), {}))
+        patch_allocate_slots.wrapper(Call(apply, patch, (), {}))
     assert seen == ["0.28.0", "0.28.0"] and patch.detected_version == "0.26.0"
 
 

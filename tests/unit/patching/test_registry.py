@@ -46,7 +46,6 @@ def patch(attribute: str = "load", **changes: Any) -> Patch:
         "process": "worker",
         "parameters": "self request count more",
         "why": "blocks would be read twice.",
-        "remove_when": "lib#1 is closed",
     }
     return Patch(**{**fields, **changes})
 
