@@ -130,9 +130,9 @@ class Transport(_Agent):
         self._peers: dict[str, tuple[str, int]] = {}
         # Kept from a peer's first addition until it is removed.
         self._connections: dict[str, object] = {}
-        # Transfers in flight, and those that have failed over a connection that is still open.
+        # Transfers in flight, and those that have failed; with the peer while their connection is open.
         self._in_flight: dict[Handle, str] = {}
-        self._failed: dict[Handle, str] = {}
+        self._failed: dict[Handle, str | None] = {}
         # Removed, and still connected.
         self._leaving: dict[str, object] = {}
 
@@ -179,7 +179,7 @@ class Transport(_Agent):
             self._agent.remove_remote_agent(peer)
         except Exception as error:  # noqa: BLE001 - NIXL's; it has already removed the peer by itself
             logger.info("NIXL had already removed the peer %s: %s", peer, error)
-        self._failed = {handle: other for handle, other in self._failed.items() if other != peer}
+        self._failed = {handle: None if other == peer else other for handle, other in self._failed.items()}
 
     def send(self, peer: str, notification: bytes) -> None:
         """Sends a notification without a transfer. Raises `TransportError`: the peer was not added or cannot be
@@ -237,12 +237,14 @@ class Transport(_Agent):
         if found is not TransferState.IN_FLIGHT and (peer := self._in_flight.pop(handle, None)) is not None:
             if found is TransferState.FAILED:
                 self._failed[handle] = peer
+                # Else NIXL would keep the connection for it, whoever removes the peer.
+                self._release(handle)
             self._close_idle(peer)
         return found
 
     def is_idle(self, handle: Handle) -> bool:
         """Whether nothing of a FAILED transfer is moved any more. Remove its peer first."""
-        return handle not in self._failed
+        return self._failed.get(handle) is None
 
     def move(
         self,
@@ -269,6 +271,11 @@ class Transport(_Agent):
 
     def release(self, handle: Handle) -> None:
         """Releases a transfer that is no longer in flight. Never raises."""
+        self._failed.pop(handle, None)
+        self._release(handle)
+
+    def _release(self, handle: Handle) -> None:
+        """A second time, NIXL does nothing."""
         try:
             self._agent.release_xfer_handle(handle)
         except Exception as error:  # noqa: BLE001 - NIXL's; the handle is freed with its last reference

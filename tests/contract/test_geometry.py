@@ -8,12 +8,15 @@ the layout of kvcached 0.1.6 (``test_kvcached_layouts.py`` compares that layout 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import attention_engines
 from support.attention_engines import ERAS, GQA, EngineOver, backend_of, spec_of
+from support.kvcached_memory import Geometry
 from support.stock_pair import build_engine, write_model
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -169,3 +172,20 @@ def test_keys_and_values_of_different_sizes_are_one_cell(name: str) -> None:
     shape = shape_of(name)
     axes = Axes.from_probe(shape, **NUMBERS)
     assert axes.kv is None and shape[-1] > 2 and axes.ndim == 4
+
+
+def test_processors_that_order_a_block_differently_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, engine_over: EngineOver
+) -> None:
+    """With AMX, vLLM's attention on a CPU orders keys and values otherwise than without, in tensors of one shape."""
+
+    def named(geometry: Geometry) -> type:
+        return type("Named", (backend_of(geometry),), {"get_name": staticmethod(lambda: "CPU_ATTN")})
+
+    monkeypatch.setattr(attention_engines, "backend_of", named)
+    found = set()
+    for has_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", partial(bool, has_amx))
+        engine, _ = engine_over(dataclasses.replace(GQA, era=ERAS[0], block_size=32))
+        found.add(engine.worker.connector_worker.xfer_handshake_metadata.compatibility_hash)
+    assert len(found) == 2

@@ -17,6 +17,7 @@ from support.engine_node import nodes
 from support.handover_node import PREFILL_FILLING, RESERVED
 from support.kvcached_pool import elastic_pool, put_into
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.handshake import Tensors, Weights
@@ -118,6 +119,24 @@ def test_nobody_shares_what_was_computed_in_part_before(
             prefill.step()
         assert prefill.holds(prefill.blocks(name)[first:], first * BLOCK, num_tokens)
         prefill.ends(name)
+
+
+def test_what_was_computed_of_an_image_is_computed_again(make: Callable[..., Node], content: Content) -> None:
+    """vLLM keeps it by the image's content, and would give it to the next request with that image."""
+    prefill = make(PREFILL_FILLING)
+    prefill.add("cmpl-i-0-aaaaaaaa", None, 2, num_tokens=2 * BLOCK)
+    request, encoders = prefill.scheduler.requests["cmpl-i-0-aaaaaaaa"], prefill.scheduler.encoder_cache_manager
+    encoders.cache_size = encoders.num_free_slots = encoders.num_freeable_slots = 64
+    places = [PlaceholderRange(offset=8 * number, length=8) for number in range(2)]
+    request.mm_features = [MultiModalFeatureSpec(None, "image", f"image {one.offset}", one) for one in places]
+    for number in range(2):
+        encoders.allocate(request, number)
+    encoders.free_encoder_input(request, 0)
+    content.change(prefill)
+    assert not any(encoders.check_and_update_cache(request, number) for number in range(2))
+    assert encoders.num_free_slots == 64
+    assert set(encoders.get_freed_mm_hashes()) == {"image 0", "image 8"}, "workers would keep them for ever"
+    encoders.free(request)
 
 
 def test_a_name_that_is_given_to_another_adapter_parts_those_that_wait_too(make: Callable[..., Node]) -> None:

@@ -48,7 +48,8 @@ _GEOMETRY: Mapping[str, str] = MappingProxyType(
         "another connector of vLLM's beside it (MultiConnector)": "ExampleConnector, without MLA; since 0.28 "
         "OffloadingConnector, with one KV-cache group of full attention, and a spec that the operator vouches for; "
         "every other one is refused",
-        "pipeline stages of prefill": "served with 0.26, 0.28 and 0.33; refused with several KV-cache groups",
+        "pipeline stages of prefill": "served with 0.26, 0.28 and 0.33; refused with several KV-cache groups or a "
+        "draft model",
         "pipeline stages of decode, and context parallelism": _REFUSED,
         "fp8 KV with the scales of the model's files, or 1.0": "served with 0.26 and 0.28",
         "fp8 scales that an engine computes": _REFUSED,

@@ -233,6 +233,9 @@ class WorkerView:
             # vLLM's constructor refuses these, and decode servers, in the supported series.
             found.append(("pipeline-parallel-size", self.pp_size))
         refused = [(f"--{name} {size}", f"--{name} 1") for name, size in found if size > 1]
+        if self.pp_size > 1 and keeps_draft_kv(self.vllm_config.speculative_config):
+            # Only the last stage has it: the others' weights are compared with decode's as if they had it, too.
+            refused.append(("--pipeline-parallel-size with a draft model that has KV", "one of the two"))
         for group in self.kv_cache_groups:
             sizes = {spec.block_size for spec in specs_of(group.kv_cache_spec)}
             if len(sizes) > 1:
@@ -259,11 +262,11 @@ class WorkerView:
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
         """Everything besides the weights that determines the bytes of KV. Must be equal on both sides."""
-        model, cache = self._model, self.vllm_config.cache_config
+        model = self._model
         facts = {
             "vLLM": found_version("vllm"),
             **model_facts(self.vllm_config),
-            "cache dtype": cache.cache_dtype,
+            "cache dtype": self._cache_dtype,
             "heads": f"{model.get_total_num_kv_heads()} of {model.get_head_size()}",
             "layers": model.get_total_num_hidden_layers(),
             "attention": self._attention,
@@ -276,17 +279,37 @@ class WorkerView:
         return tuple((name, str(value)) for name, value in facts.items())
 
     @property
+    def _cache_dtype(self) -> str:
+        found = str(self.vllm_config.cache_config.cache_dtype)
+        if "fp8" not in found:
+            return found
+        from vllm.platforms import current_platform
+
+        # Some processors have a format of their own.
+        return f"{found} {current_platform.fp8_dtype()}"
+
+    @property
     def _attention(self) -> str:
         names = [str(one.get_name()) for one in self.attention_backends]
         # CPU_ATTN stores a block's keys, and on some processors its values, in an order in which no part is one
-        # token's. Indexers store a block's scales behind all of its keys.
+        # token's, and that depends on the processor. Indexers store a block's scales behind all of its keys.
         indexers = sorted({name for name in names if "INDEXER" in name})
         if names[0] != "CPU_ATTN" and not indexers:
             return names[0]
         sizes = [str(group.kv_cache_spec.block_size) for group in self.attention_groups]
         shown = sizes[0] if len(set(sizes)) == 1 else "+".join(sizes)
         parts = f" in {self.kernel_blocks_per_block}" if self.kernel_blocks_per_block > 1 else ""
-        return f"{'+'.join([names[0], *indexers])}, whole blocks of {shown} tokens{parts}"
+        found = f"{'+'.join([names[0], *indexers])}, whole blocks of {shown} tokens{parts}"
+        return found if indexers else f"{found}, for {self._instructions}"
+
+    @property
+    def _instructions(self) -> str:
+        """Which of the processor's instructions vLLM's attention on a CPU uses."""
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        specs = [spec for group in self.attention_groups for spec in specs_of(group.kv_cache_spec)]
+        found = {str(_get_attn_isa(self._model.dtype, one.block_size, one.head_size)) for one in specs}
+        return "+".join(sorted(found))
 
     @property
     def answers_before_drafts(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import sys
 import types
 from collections import deque
@@ -25,11 +26,12 @@ from kvcached_nixl.identity.memory import Reading, read
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import LOADER_BASE
 from kvcached_nixl.vllm.adapter.specs import keeps_draft_kv
+from kvcached_nixl.vllm.adapter.versions import found_version
 from kvcached_nixl.wire.handshake import Weights
 
 _HISTORY = "_kvcached_nixl_weights"
 _LOAD = "_kvcached_nixl_load"
-_OWN_CODE = "transformers_modules."
+_BUILT_FOR = "_kvcached_nixl_built_for"
 
 
 def note_files(loader: Any, name: str, subfolder: str | None, files: Sequence[str]) -> None:
@@ -93,6 +95,8 @@ def watch_loading(loader: Any) -> None:
 
     def loads_model(*arguments: Any, **named: Any) -> Any:
         building.is_over = False
+        config = inspect.signature(load_model).bind(*arguments, **named).arguments["model_config"]
+        vars(config).setdefault(_BUILT_FOR, config.max_model_len)
         with building:
             model = load_model(*arguments, **named)
         history = _adopt(loader, model)
@@ -191,16 +195,18 @@ def model_facts(config: Any) -> dict[str, object]:
         facts["quantization"] = f"{facts['quantization']} {checksum_of({'settings': settings})}"
     if private(model, "is_multimodal_model"):
         media = model.multimodal_config
-        names = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method")
-        chosen = checksum_of({name: optional(media, name) for name in names})
-        facts["media"] = f"{chosen} {_processor(model) or '-'}"
+        names = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method", "media_io_kwargs")
+        chosen = {name: optional(media, name) for name in (*names, "mm_encoder_attn_dtype")}
+        if scales := optional(media, "mm_encoder_fp8_scale_path"):
+            chosen["scales"] = hashlib.blake2b(Path(scales).read_bytes()).hexdigest()
+        facts["media"] = f"{checksum_of(chosen)} {_processor(model) or '-'}"
     speculative = config.speculative_config
     if keeps_draft_kv(speculative):
         draft = speculative.draft_model_config
         drafted = ["-"] if draft is None else [checksum_of(draft.hf_config.to_dict()), draft.dtype]
         if draft is not None:
             # vLLM builds it under its own configuration, or under the model's.
-            drafted += [_long_rope(draft.hf_text_config, one.max_model_len) for one in (draft, model)]
+            drafted += [_long_rope(draft.hf_text_config, _longest(one)) for one in (draft, model)]
         facts["drafts"] = " ".join(map(str, (speculative.method, *drafted)))
     return facts
 
@@ -222,12 +228,17 @@ def _of_longest_prompt(model: Any) -> dict[str, object]:
     """What a model computes otherwise if the engine allows long prompts (--max-model-len), and its configuration does
     not say."""
     text, tunes = model.hf_text_config, "attn_temperature_tuning"
-    facts: dict[str, object] = {"rope": _long_rope(text, model.max_model_len)}
+    facts: dict[str, object] = {"rope": _long_rope(text, _longest(model))}
     if hasattr(text, tunes):
         # ``models/llama4.py``: Llama 4 writes it into a copy of its text's configuration.
         chosen = {**private(model, "try_get_generation_config")(), **private(model, "override_generation_config")}
-        facts["temperature tuning"] = chosen.get(tunes, model.max_model_len > 32_768)
+        facts["temperature tuning"] = chosen.get(tunes, _longest(model) > 32_768)
     return facts
+
+
+def _longest(model: Any) -> int:
+    """What the model was built for: with --max-model-len auto, vLLM lowers it afterwards."""
+    return int(vars(model).get(_BUILT_FOR, model.max_model_len))
 
 
 def _long_rope(text: Any, max_model_len: int) -> str:
@@ -245,20 +256,31 @@ def _long_rope(text: Any, max_model_len: int) -> str:
     return " ".join("long" if max_model_len > one else "short" for one in sorted(limits))
 
 
+_VLLMS = frozenset({"vllm", "torch", *sys.stdlib_module_names})
+"""Packages whose code is the same where vLLM is."""
+_BY_VERSION = frozenset({"transformers"})
+
+
 def _own_code(models: Iterable[Any]) -> str:
-    """Checksum of the Python code that computes and that a model has brought along; "" if vLLM's computes."""
+    """Checksum of the Python code that computes and is not vLLM's: a model's own or a plugin's; "" without it."""
     waiting = {kind.__module__ for model in models for module in model.modules() for kind in type(module).__mro__}
-    read: dict[str, str] = {}
+    packages = {name.partition(".")[0] for name in waiting} - _VLLMS
+    read = {name: str(found_version(name)) for name in packages & _BY_VERSION}
     while waiting:
         name = waiting.pop()
-        if not name.startswith(_OWN_CODE) or name in read:
+        if name.partition(".")[0] not in packages - _BY_VERSION or name in read:
             continue
-        module = sys.modules[name]
-        read[name] = hashlib.blake2b(Path(str(module.__file__)).read_bytes()).hexdigest()
+        try:
+            file = inspect.getfile(module := sys.modules[name])
+        except (KeyError, TypeError):
+            # Of an interactive session, or made while it ran.
+            read[name] = name
+            continue
+        read[name] = hashlib.blake2b(Path(file).read_bytes()).hexdigest()
         for value in vars(module).values():
             used = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
             waiting.add(used if isinstance(used, str) else "")
-    return checksum_of({name.rpartition(".")[2]: code for name, code in read.items()}) if read else ""
+    return checksum_of({"code": sorted(read.values())}) if read else ""
 
 
 def _processor(model: Any) -> str:

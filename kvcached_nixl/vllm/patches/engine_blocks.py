@@ -289,6 +289,12 @@ class EngineBlocks:
         tier = tier_of(self._scheduler)
         for request_id in () if tier is None else tier.forget():
             self._load_again(request_id)
+        # What was computed of images knows no weights either. Workers drop what a step names as freed.
+        encoders = private(self._scheduler, "encoder_cache_manager")
+        if cached := optional(encoders, "cached"):
+            freed = [*private(encoders, "freed"), *cached]
+            encoders.reset()
+            encoders.freed.extend(freed)
         return outdated
 
     def _load_again(self, request_id: str) -> None:

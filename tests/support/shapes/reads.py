@@ -146,6 +146,7 @@ READS = (
         "connector vllm_config kv_cache_manager requests running waiting pause_state finished_req_ids "
         "failed_recving_kv_req_ids recompute_kv_load_failures num_lookahead_tokens finish_requests "
         "max_num_running_reqs _inflight_prefills need_mamba_block_aligned_split scheduler_config ec_connector "
+        "encoder_cache_manager "
         "deferred_frees connector_prefix_cache_stats dynamic_sd_lookup num_spec_tokens",
         kv_holding_waiting=BEYOND_KVCACHED.later,
         skipped_waiting=BEYOND_KVCACHED.earlier,
@@ -208,6 +209,8 @@ READS = (
     _of("vllm.v1.core.block_pool", "", "MEDIUM_GPU"),
     _of("vllm.distributed.kv_events", "", "AllBlocksCleared"),
     _of("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_hash is_null"),
+    _of("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager", "cached freed reset"),
+    _of("vllm.v1.attention.backends.cpu_attn", "", "_get_attn_isa"),
     # Requests and the outputs of a step.
     _of(
         "vllm.v1.request",
@@ -307,7 +310,8 @@ READS = (
     _of(
         f"{_CONFIG}.multimodal",
         "MultiModalConfig",
-        "mm_processor_kwargs mm_processor_cache_type video_pruning_rate",
+        "mm_processor_kwargs mm_processor_cache_type video_pruning_rate media_io_kwargs mm_encoder_attn_dtype "
+        "mm_encoder_fp8_scale_path",
         video_pruning_method=">=0.27",
     ),
     _of(

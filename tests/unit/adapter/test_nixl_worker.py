@@ -120,7 +120,7 @@ def groups(*specs: Any) -> list[SimpleNamespace]:
 
 def with_blocks_of(num_tokens: int) -> FullAttentionSpec:
     spec = FullAttentionSpec()
-    spec.block_size = num_tokens
+    spec.block_size, vars(spec)["head_size"] = num_tokens, 64
     return spec
 
 
@@ -269,18 +269,21 @@ def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[st
 @pytest.mark.parametrize(
     ("backends", "sizes", "ratio", "shown"),
     [
-        (["CPU_ATTN"], (16,), 1, "CPU_ATTN, whole blocks of 16 tokens"),
-        (["CPU_ATTN"], (32, 32), 1, "CPU_ATTN, whole blocks of 32 tokens"),
-        (["CPU_ATTN"], (64, 32), 1, "CPU_ATTN, whole blocks of 64+32 tokens"),
+        (["CPU_ATTN"], (16,), 1, "CPU_ATTN, whole blocks of 16 tokens, for vec16"),
+        (["CPU_ATTN"], (32, 32), 1, "CPU_ATTN, whole blocks of 32 tokens, for amx"),
+        (["CPU_ATTN"], (48, 32), 1, "CPU_ATTN, whole blocks of 48+32 tokens, for amx+vec16"),
         (["FLASH_ATTN"], (64, 32), 1, "FLASH_ATTN"),
         (["SPARSE", "V32_INDEXER"], (64,), 1, "SPARSE+V32_INDEXER, whole blocks of 64 tokens"),
         (["SPARSE", "V32_INDEXER"], (64,), 2, "SPARSE+V32_INDEXER, whole blocks of 64 tokens in 2"),
     ],
 )
 def test_what_shares_whole_blocks_only_has_a_tag_of_its_own(
-    backends: list[str], sizes: tuple[int, ...], ratio: int, shown: str
+    backends: list[str], sizes: tuple[int, ...], ratio: int, shown: str, make_module: Callable[..., ModuleType]
 ) -> None:
-    """The CPU's kernel; and an indexer, whose scales are behind the keys of all tokens of a block (DeepSeek V3.2)."""
+    """The CPU's kernel, whose order is the processor's; and an indexer, whose scales are behind the keys of all tokens
+    of a block (DeepSeek V3.2)."""
+    cpu = make_module("vllm.v1.attention.backends.cpu_attn")
+    cpu._get_attn_isa = lambda _, size, __: "vec16" if size % 32 else "amx"  # type: ignore[attr-defined]
     view = worker(
         attn_backends=[*map(backend, backends)],
         kv_cache_config=cache_of(*map(with_blocks_of, sizes)),
@@ -427,7 +430,9 @@ FACTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changed", FACTS, ids=lambda changed: next(iter(changed)))
-def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any]) -> None:
+def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any], make_module: Callable[..., ModuleType]) -> None:
+    platforms = make_module("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(fp8_dtype=lambda: "e4m3fn")  # type: ignore[attr-defined]
     plain, other = dict(worker().facts), dict(worker(**changed).facts)
     assert "vLLM" in plain
     assert len(dict(plain.items() ^ other.items())) == 1

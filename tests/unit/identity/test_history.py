@@ -6,6 +6,8 @@ Models of plain modules, changed as vLLM's kernels, trainers and worker extensio
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from kvcached_nixl.identity.history import joined  # noqa: E402
 from kvcached_nixl.vllm.adapter.locate import LOADER_BASE  # noqa: E402
 from kvcached_nixl.vllm.adapter.weights import (  # noqa: E402
     _history,
+    _longest,
+    _own_code,
     _reading,
     held_by,
     note_files,
@@ -93,7 +97,7 @@ class Base:
         self.load_config, self._values, self._rewrites, self._files = config, values, rewrites, files
         watch_loading(self)
 
-    def load_model(self, model_config: str) -> Model:
+    def load_model(self, model_config: Any) -> Model:
         model = Model()
         # Memory that is not written yet holds anything.
         for memory in (model.angles, model.workspace, model.unused.data):
@@ -102,9 +106,9 @@ class Base:
         self._rewrites(model)
         return model
 
-    def load_weights(self, model: Model, model_config: str) -> None:
+    def load_weights(self, model: Model, model_config: Any) -> None:
         if self._files:
-            note_files(self, model_config, None, [str(one) for one in self._files])
+            note_files(self, model_config.model, None, [str(one) for one in self._files])
         model.experts.weight.data.fill_(self._values)
 
 
@@ -129,7 +133,9 @@ def worker(
     values: float = 1.0, rewrites: Rewrites = nothing, files: tuple[Path, ...] = (), kind: type[Base] = Loader
 ) -> Worker:
     config = SimpleNamespace()
-    found = Worker(kind(config, values, rewrites, list(files)).load_model("m"), config)
+    found = Worker(
+        kind(config, values, rewrites, list(files)).load_model(SimpleNamespace(model="m", max_model_len=64)), config
+    )
     # The first forward passes of a start.
     found.model.angles.fill_(7)
     found.model.workspace.normal_()
@@ -162,12 +168,12 @@ def test_rows_that_no_checkpoint_fills_are_equal_everywhere() -> None:
             self.qkv = torch.nn.Parameter(torch.empty(64, 3))
 
     class PartLoader(Loader):
-        def load_model(self, model_config: str) -> Model:
+        def load_model(self, model_config: Any) -> Model:
             model = Part()
             self.load_weights(model, model_config)
             return model
 
-        def load_weights(self, model: Any, model_config: str) -> None:
+        def load_weights(self, model: Any, model_config: Any) -> None:
             super().load_weights(model, model_config)
             model.qkv.data[:32] = 5
             # Others' memory, which is written only from here on.
@@ -194,11 +200,11 @@ def test_memory_is_zeroed_only_while_a_model_is_built(monkeypatch: pytest.Monkey
         return fill(storage, value)
 
     class Counted(Loader):
-        def load_model(self, model_config: str) -> Model:
+        def load_model(self, model_config: Any) -> Model:
             torch.empty(31)
             return super().load_model(model_config)
 
-        def load_weights(self, model: Any, model_config: str) -> None:
+        def load_weights(self, model: Any, model_config: Any) -> None:
             torch.empty(37)
             super().load_weights(model, model_config)
 
@@ -265,7 +271,7 @@ def test_what_is_out_of_sight_is_doubted_after_any_call(tmp_path: Path) -> None:
     assert "poke may have changed experts.weight, which is out of sight" in after.note
     assert before.misfit(after) and after.misfit(after)
     assert one.weights() == after, "for good"
-    Loader(one.config, 1.0, nothing, list(files)).load_weights(one.model, "m")
+    Loader(one.config, 1.0, nothing, list(files)).load_weights(one.model, SimpleNamespace(model="m"))
     assert one.weights("reload_weights").misfit(worker(files=files).weights()) == ""
 
 
@@ -285,7 +291,7 @@ def test_a_second_load_into_the_memory_of_the_first_hides_nothing() -> None:
         one = worker(values)
         one.model.unused.data.zero_(), one.model.workspace.zero_()
         loader = Loader(one.config, values, nothing, [])
-        loader.load_weights(one.model, "m")
+        loader.load_weights(one.model, SimpleNamespace(model="m"))
         hides_out_of_sight(one.model)
         return one.weights("load_model")
 
@@ -440,14 +446,14 @@ class Replaces(Loader):
 
         super().__init__(config, 1.0, replaces, files)
 
-    def load_model(self, model_config: str) -> Model:
+    def load_model(self, model_config: Any) -> Model:
         return super().load_model(model_config)
 
 
 class Merges(Loader):
     """In a package of its own, into what vLLM's has read."""
 
-    def load_weights(self, model: Model, model_config: str) -> None:
+    def load_weights(self, model: Model, model_config: Any) -> None:
         super().load_weights(model, model_config)
         model.experts.weight.data.add_(1)
 
@@ -455,7 +461,7 @@ class Merges(Loader):
 class Copies(Loader):
     """ModelExpress: has vLLM's loader fill the model, and then copies other weights over them."""
 
-    def load_model(self, model_config: str) -> Model:
+    def load_model(self, model_config: Any) -> Model:
         model = Loader(self.load_config, 1.0, nothing, self._files).load_model(model_config)
         model.experts.weight.data.fill_(self._values)
         self._rewrites(model)
@@ -467,7 +473,7 @@ class Maps(Loader):
 
     __module__ = "vllm.maps"
 
-    def load_model(self, model_config: str) -> Model:
+    def load_model(self, model_config: Any) -> Model:
         model = Model()
         model.experts.weight = torch.nn.Parameter(torch.full((2, 3), self._values))
         self._rewrites(model)
@@ -499,3 +505,30 @@ def test_which_tokens_sparse_attention_has_chosen_is_no_weight(tmp_path: Path) -
     before = one.weights()
     one.model.topk_indices_buffer.fill_(7)
     assert one.weights("poke") == before and before.files
+
+
+def test_a_model_is_known_by_the_prompts_that_it_was_built_for() -> None:
+    """``--max-model-len auto``: vLLM builds the model, and then lowers the maximum to what fits."""
+    config = SimpleNamespace(model="m", max_model_len=65_536)
+    Loader(SimpleNamespace(), 1.0, nothing, []).load_model(config)
+    config.max_model_len = 4096
+    assert _longest(config) == 65_536 and _longest(SimpleNamespace(max_model_len=4096)) == 4096
+
+
+@pytest.mark.parametrize("package", ["acme_plugin", "transformers_modules"])
+def test_code_that_computes_and_is_not_vllm_s_is_compared(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's own, of ``--trust-remote-code``, or of a plugin of which the two servers have different releases."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for number, text in enumerate(("more = 1", "more = 2", "more = 1")):
+        folder = tmp_path / package / f"v{number}"
+        folder.mkdir(parents=True)
+        (folder / "modeling.py").write_text("import torch\nfrom . import more\nclass Acme(torch.nn.Linear): pass\n")
+        (folder / "more.py").write_text(text)
+        importlib.invalidate_caches()
+        found.append(_own_code([importlib.import_module(f"{package}.v{number}.modeling").Acme(1, 1)]))
+        sys.modules.pop(package)
+    assert found[0] == found[2] != found[1]
+    assert not _own_code([torch.nn.Linear(1, 1)])
