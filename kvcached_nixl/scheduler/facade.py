@@ -5,7 +5,7 @@ One per engine, used on the engine's thread only. Changes go to the workers with
 come back with a step's output. Between steps the engine sleeps until a worker reports something.
 
 `PrefillOffers` is prefill's half, `DecodeFetches` decode's. What vLLM calls for each request and step is here; what
-happens to the whole engine is in `Revocations` and `OwnSideChannel`.
+concerns the whole engine is in `whole_engine`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.engine import Progress, Request
 from kvcached_nixl.scheduler.giving_way import GivingWay, Starvation
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.scheduler.revocations import Revocations
-from kvcached_nixl.scheduler.side_channel import OwnSideChannel
+from kvcached_nixl.scheduler.whole_engine import OwnSideChannel, Revocations
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.side_channel_address import SideChannelAddress
 from kvcached_nixl.wire.causes import HandOverFailed

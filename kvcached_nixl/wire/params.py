@@ -73,10 +73,8 @@ class RemotePrefill(
         return self.tp_size * self.pp_size
 
 
-class KvTransferParams(
-    msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename={"manifest": MANIFEST_KEY}
-):
-    """Everything that the supported vLLM versions, this package and routers put into ``kv_transfer_params``.
+class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True, rename={"manifest": MANIFEST_KEY}):
+    """What the supported vLLM versions, this package and routers put into ``kv_transfer_params`` beside the role.
 
     Attributes:
         transfer_id: names one prefill and one decode request.
@@ -86,8 +84,6 @@ class KvTransferParams(
         manifest: this package's manifest from prefill; its key is ``kvcached_nixl``.
     """
 
-    do_remote_prefill: bool | None = None
-    do_remote_decode: bool | None = None
     transfer_id: Identifier | None = None
     transfer_mode: TransferMode | None = None
     remote_engine_id: Identifier | None = None
@@ -103,14 +99,12 @@ class KvTransferParams(
     manifest: Manifest | None = None
 
     def __post_init__(self) -> None:
-        roles = bool(self.do_remote_prefill) + bool(self.do_remote_decode)
-        require(roles < 2, "at most one of do_remote_prefill and do_remote_decode to be true")
         num_ranks = (self.tp_size or 1) * (self.pp_size or 1)
         require(num_ranks <= MAX_TP_SIZE, f"a product of tp_size and pp_size of at most {MAX_TP_SIZE}")
 
 
 # In order of the fields: the error names the first one that is wrong.
-_KEYS = tuple(dict.fromkeys(field.encode_name for field in msgspec.structs.fields(KvTransferParams)))
+_KEYS = tuple(field.encode_name for field in msgspec.structs.fields(KvTransferParams))
 
 
 def _known(params: Mapping[str, Any]) -> dict[str, Any]:

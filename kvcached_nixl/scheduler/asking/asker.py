@@ -148,7 +148,8 @@ class Asker:
         task.add_done_callback(lambda _: (self._tasks.pop(key), self._sockets.pop(key, None)))
 
     async def _check(self, server: Server) -> None:
-        self.checked.append((server, await self._outcome("checked", server, self._is_well(server)) is True))
+        found = await self._outcome("checked", server, self._is_well(server))
+        self.checked.append((server, found is True))
         self._woken()
 
     async def _look_up(self, server: Server, question: Question, least_tokens: int, most_seconds: float) -> None:
@@ -182,8 +183,8 @@ class Asker:
             task.cancel()
 
     async def _outcome(self, asked: str, server: Server, answer: Awaitable[T]) -> T | Outcome:
-        """What a server has answered, or why it has not. Raises nothing: without a result, who has ``asked`` would wait
-        for ever."""
+        """What a server has answered, or why it has not; ``asked``: what it was, for the log. Raises nothing: without a
+        result, a request or a server would be waited for without an end."""
         import aiohttp
 
         try:

@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 from support.clocks import ManualClock
 from support.engine_fakes import (
-    LEASE,
-    OWN_START,
     PATIENCE,
     TOKENS,
     Asked,
     Pool,
     context,
-    grown,
     of_prefill,
-    prompt,
     with_states,
 )
 
@@ -28,12 +23,10 @@ from kvcached_nixl.scheduler.kept_offers import ASK_AGAIN_SECONDS
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
-from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest, digest_of
-from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Preempt, Revocation, Revoke, Step, Stop
+from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Revoke, Step, Stop
 
 P1 = PrefillRequestId("p1")
 BLOCKS = ([7, 3, 9],)
-DIGEST = digest_of(prompt(), TOKENS)
 
 
 def revoked_in(step: Step) -> dict[PrefillRequestId, Revocation]:
@@ -65,54 +58,6 @@ class Prefill:
 
     def finish(self, request: Asked, is_whole: bool = True, block_ids: BlockIds = BLOCKS) -> tuple[bool, Any]:
         return self.offering.finished(request, is_whole, block_ids)
-
-    def preempt(self) -> int:
-        self.pool.of["p1"] = ["a block"]
-        self.offering.preempted("p1")
-        (preempted,) = self.engine.step.of(Preempt)
-        return preempted.hold
-
-
-def manifest(groups: tuple[BlockRange, ...] = (BlockRange(0, (7, 3, 9)),)) -> Manifest:
-    return Manifest(PROTOCOL, OWN_START, "p1", DIGEST, TOKENS, (4,) * len(groups), (1, 1), groups, LEASE, 0)
-
-
-def offered(
-    block_ids: BlockIds, ready_tokens: int, made: Manifest | None = None, *, is_held: bool = False
-) -> OfferUpdate:
-    return OfferUpdate(P1, "transfer:t", DIGEST, TOKENS, grown(*block_ids), ready_tokens, made, is_held)
-
-
-held = partial(offered, is_held=True)
-"""What may be read before its request has ended."""
-
-
-# ----------------------------------------------------------------------------------------------------------- preemption
-
-
-def test_a_preempted_push_starts_over_in_other_blocks_and_the_old_ones_are_held() -> None:
-    """Also one whose prompt was computed."""
-    prefill = Prefill(mode=TransferMode.PUSH)
-    request = prefill.arrive(of_prefill())
-    prefill.take()
-    prefill.compute(TOKENS, BLOCKS, replaces=True)
-    assert prefill.offering.is_read("p1")
-    hold = prefill.preempt()
-    assert not prefill.offering.is_read("p1"), "it has no blocks to lose"
-    assert prefill.take().of(Preempt) == [Preempt(P1, hold)]
-    assert prefill.holds.num_blocks == 1
-    # Not streamed any more: held again, its blocks would make no room the second time either.
-    assert prefill.compute(4, ([5],), replaces=True).of(OfferUpdate) == []
-    assert prefill.compute(TOKENS, ([6, 2],)).of(OfferUpdate) == [] and not prefill.offering.is_read("p1")
-    again = manifest((BlockRange(0, (5, 6, 2)),))
-    assert prefill.finish(request, block_ids=([5, 6, 2],))[0]
-    assert prefill.take().of(OfferUpdate) == [offered(([5, 6, 2],), TOKENS, again)]
-    prefill.holds.give_back(hold + 1)
-    assert prefill.pool.freed == []
-    prefill.holds.give_back(hold)
-    assert prefill.pool.freed == ["a block"]
-    prefill.holds.give_back(hold)
-    assert prefill.holds.num_blocks == 0
 
 
 # ----------------------------------------------------------------------------------------------------------- revocation

@@ -25,7 +25,6 @@ from kvcached_nixl.wire.params import (
     prefill_params,
     read_fetch,
     read_offer,
-    require_one_role,
 )
 
 PREFILL = RemotePrefill("e", "127.0.0.1", 5600, 2)
@@ -75,7 +74,7 @@ def test_both_roles_or_none_or_no_booleans_are_refused(roles: dict[str, Any]) ->
         read(plain | roles)
     assert refused.value.cause is FailureCause.PARAMETERS
     with pytest.raises(HandOverFailed, match="exactly one"):
-        require_one_role(roles)
+        read_offer(roles, "cmpl-x")
     assert len(str(refused.value)) < 500
 
 
@@ -319,14 +318,6 @@ def test_a_field_that_cannot_be_used_is_named(changed: dict[str, Any]) -> None:
     if not field.startswith("do_"):
         with pytest.raises(HandOverFailed, match=field):
             read_offer({"do_remote_decode": True, **changed}, "cmpl-x")
-
-
-def test_two_roles_are_a_contradiction_everywhere() -> None:
-    both = {"do_remote_prefill": True, "do_remote_decode": True}
-    with pytest.raises(Malformed, match="at most one"):
-        name_of(both, "cmpl-x")
-    with pytest.raises(HandOverFailed, match="exactly one"):
-        read_offer(both, "cmpl-x")
 
 
 def test_what_nobody_knows_passes_whatever_it_is() -> None:
