@@ -14,8 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.sh")
 from support.attention_engines import engine_over, patched
-from support.engine_node import log, parallel_state
-from support.handover_node import direction, node, pair
+from support.nodes import direction, log, node, pair, parallel_state
 
 from experiments.common.server_side.sitecustomize import use_every_core, wait_for_events
 

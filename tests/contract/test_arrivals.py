@@ -9,20 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, prompt
-from support.handover_node import (
+from support.nodes import (
     CHUNK,
     DECODE_FILLING,
+    DECODE_ID,
     NAME,
     PREFILL_FILLING,
+    PREFILL_ID,
+    PROMPT,
     SEND,
     Node,
     all_free,
     asked,
     computed_alone,
     core_around,
+    core_request,
     looked_up,
     prefilled,
+    prompt,
     rest,
     served,
     until_both,
@@ -38,21 +42,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.vllm.adapter import requests
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY
-
-
-def core_request(request_id: str, params: dict[str, Any] | None = None, **more: Any) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=[0],
-        mm_features=None,
-        sampling_params=SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-        **more,
-    )
 
 
 def enter(node: Node, request: EngineCoreRequest) -> None:

@@ -5,7 +5,6 @@ prefill's engine is given."""
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
@@ -16,7 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from support.patches import applied, first_bound
+from support.over_sockets import vllm_application
+from support.patches import applied
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -26,7 +26,6 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
@@ -92,17 +91,9 @@ def client() -> Client:
 
 
 def served(client: Client, **transfer: Any) -> Any:
-    """vLLM's application."""
-    places = ("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server")
-    make_parser = first_bound(
-        ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
-        "make_arg_parser",
-    )
-    arguments = ["--model", "m", "--api-key", "key", "--kv-transfer-config", json.dumps({**PRODUCER, **transfer})]
-    app = first_bound(places, "build_app")(make_parser(FlexibleArgumentParser()).parse_args(arguments), ("generate",))
-    adapter = LoRARequest("adapter", 1, "/adapter")
+    app, _ = vllm_application({**PRODUCER, **transfer})
     app.state.engine_client = client
-    app.state.openai_serving_models = SimpleNamespace(lora_requests={"adapter": adapter})
+    app.state.openai_serving_models = SimpleNamespace(lora_requests={"adapter": LoRARequest("adapter", 1, "/adapter")})
     return app
 
 

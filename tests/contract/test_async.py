@@ -7,23 +7,24 @@ vLLM schedules this way wherever it can, but not on CPUs, so no server of the ot
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from support import handover_node
-from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, nodes
-from support.handover_node import (
+from support.nodes import (
     CHUNK,
     DECODE_FILLING,
+    DECODE_ID,
     NAME,
     PREFILL_FILLING,
+    PREFILL_ID,
+    PROMPT,
     RESERVED,
     SEND,
     asked,
     mover,
+    nodes,
     prefilled,
     registered,
     rest,
@@ -31,29 +32,10 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
+from support.nodes import (
+    AsyncNode as Node,
+)
 from support.transports import until
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-
-
-@dataclasses.dataclass
-class Node(handover_node.Node):
-    """An engine that schedules a step while the one before it is under way."""
-
-    queued: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
-
-    scheduler_class: ClassVar[type[Scheduler]] = AsyncScheduler
-
-    def step(self) -> Any:
-        """As EngineCore.step_with_batch_queue."""
-        if self.scheduler.has_requests():
-            output = self.scheduler.schedule()
-            self.queued.append((output, self.run(output)))
-            if len(self.queued) < 2 and self.scheduler.has_requests():
-                return True
-        if self.queued:
-            self.take(*self.queued.pop(0))
-        return True
 
 
 @pytest.fixture(params=["", "kv_both"], ids=["own roles", "both roles"])

@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, prompt
-from support.handover_node import (
+from support.nodes import (
     BLOCK_SIZE,
+    DECODE_ID,
+    PREFILL_ID,
+    PROMPT,
     Node,
     asked,
     core_around,
+    core_request,
     looked_up,
+    prompt,
     rest,
     until_both,
 )
 from support.transports import until
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
 
 from kvcached_nixl.scheduler.prefill_offers import OfferRequest
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, MANIFEST_KEY
@@ -41,24 +43,10 @@ def computed(prefill: Node) -> None:
     prefill.compute = computes_nothing  # type: ignore[method-assign]
 
 
-def core_request(request_id: str, adapter: LoRARequest) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=prompt(0, PROMPT),
-        mm_features=None,
-        sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=adapter,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
-
-
-def offered(prefill: Node) -> Future[dict[str, Any]]:
+def offered(prefill: Node, **more: Any) -> Future[dict[str, Any]]:
     """What prefill has cached of a prompt is asked for. No step has told its workers yet."""
     computed(prefill)
-    return looked_up(core_around(prefill), prompt(0, PROMPT), CACHED)
+    return looked_up(core_around(prefill), prompt(0, PROMPT), CACHED, **more)
 
 
 def test_what_is_cached_is_handed_over_without_a_step_and_the_rest_computed(pair: tuple[Node, Node]) -> None:
@@ -75,29 +63,18 @@ def test_what_is_cached_is_handed_over_without_a_step_and_the_rest_computed(pair
     rest(prefill, decode)
 
 
-def test_what_cannot_be_offered_is_not_kept(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks, or its adapter, are not those that a manifest could name."""
+@pytest.mark.parametrize("why", ["its blocks changed", "enough is left waiting", "the peer waits no longer"])
+def test_what_cannot_be_offered_is_not_kept(why: str, pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks, or its adapter, are not those that a manifest could name; or peers leave enough waiting."""
     prefill, _ = pair
-    monkeypatch.setattr(OfferRequest, "still_has", lambda *_: False)
-    answer = offered(prefill)
-    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and "do_remote_prefill" not in answer.result()
+    if why == "its blocks changed":
+        monkeypatch.setattr(OfferRequest, "still_has", lambda *_: False)
+    elif why == "enough is left waiting":
+        monkeypatch.setattr(type(prefill.side_of_engine), "offers_cached", False)
+    answer = offered(prefill, most_seconds=0.0 if why == "the peer waits no longer" else 600.0).result()
+    assert answer[CACHED_TOKENS_KEY] == CACHED and "do_remote_prefill" not in answer
+    assert not prefill.side_of_engine.offering.kept.num_kept
     rest(prefill)
-
-
-def test_an_engine_keeps_no_more_for_peers_that_leave_enough_waiting(
-    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, _ = pair
-    monkeypatch.setattr(type(prefill.side_of_engine), "offers_cached", False)
-    answer = offered(prefill)
-    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.offering.kept.num_kept
-
-
-def test_nothing_is_kept_for_a_peer_that_waits_no_longer(pair: tuple[Node, Node]) -> None:
-    prefill, _ = pair
-    computed(prefill)
-    answer = looked_up(core_around(prefill), prompt(0, PROMPT), CACHED, most_seconds=0.0)
-    assert answer.result()[CACHED_TOKENS_KEY] == CACHED and not prefill.side_of_engine.offering.kept.num_kept
 
 
 def test_nothing_is_looked_up_for_a_peer_that_has_left(pair: tuple[Node, Node]) -> None:
@@ -118,7 +95,8 @@ def test_what_another_adapter_of_that_name_has_computed_is_not_offered(pair: tup
         (folder / "adapter_config.json").write_text("{}")
         (folder / "adapter_model.bin").write_bytes(bytes([one.lora_int_id]) * 100)
     side, core = prefill.side_of_engine, core_around(prefill)
-    core.add_request(*core.preprocess_add_request(core_request(PREFILL_ID, before)))
+    request = core_request(PREFILL_ID, prompt_token_ids=prompt(0, PROMPT), lora_request=before)
+    core.add_request(*core.preprocess_add_request(request))
     prefill.step_until(lambda: PREFILL_ID in prefill.ended)
     prefill.compute = computes_nothing  # type: ignore[method-assign]
     kept = looked_up(core, prompt(0, PROMPT), CACHED, before)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hostvmm import is_hostvmm_build
-from support.handover_node import PREFILL_FILLING, RESERVED, Node
+from support.nodes import PREFILL_FILLING, RESERVED, Node
 
 from kvcached_nixl.cli.doctor import read_from
 from kvcached_nixl.proof.result import AS_CONFIGURED, Question

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.nodes import core_request
 from support.patches import applied
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -29,17 +30,9 @@ def patched() -> Iterator[Registry]:
 
 
 def request_of(kind: RequestOutputKind, request_id: str = "inner", **more: Any) -> EngineCoreRequest:
-    fields: dict[str, Any] = {"external_req_id": "cmpl-outer", "cache_salt": None, "data_parallel_rank": None, **more}
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=[1, 2, 3],
-        mm_features=None,
-        sampling_params=SamplingParams(output_kind=kind, detokenize=False),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        **fields,
-    )
+    sampling = SamplingParams(output_kind=kind, detokenize=False)
+    fields: dict[str, Any] = {"external_req_id": "cmpl-outer", "sampling_params": sampling, **more}
+    return core_request(request_id, prompt_token_ids=[1, 2, 3], **fields)
 
 
 def left_for_the_client(

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from support import attention_engines
-from support.attention_engines import ERAS, GQA, EngineOver, backend_of, spec_of
+from support.attention_engines import ERAS, GQA, EngineOver, backend_of, engine_of
 from support.kvcached_memory import Geometry
-from support.stock_pair import build_engine, write_model
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvcached_nixl.errors import LayoutRefused
@@ -84,20 +83,10 @@ def test_registration_costs_what_was_planned_not_what_was_reserved(engine_over: 
 def test_memory_the_stock_worker_reads_otherwise_stops_the_engine(tmp_path: Path) -> None:
     """A tensor with holes between its blocks is refused at registration, before any transfer."""
     geometry = dataclasses.replace(GQA, era="packed")
-    model_engine, caches = None, geometry.allocate()[0]
-    holes = {layer: cache[::2] for layer, cache in caches.items()}
+    caches, _ = geometry.allocate()
+    engine = engine_of(geometry, tmp_path)
     with pytest.raises(LayoutRefused, match="blocks of"):
-        names = geometry.layer_names()
-        model_engine = build_engine(
-            write_model(tmp_path),
-            [(names, spec_of(geometry, 0, 1))],
-            [[n] for n in names],
-            geometry.num_blocks,
-            geometry.block_size,
-            backend_of(geometry),
-        )
-        model_engine.register(holes)
-    assert model_engine is not None
+        engine.register({layer: cache[::2] for layer, cache in caches.items()})
 
 
 UNSERVED = {
@@ -111,15 +100,7 @@ UNSERVED = {
 def test_what_no_peer_could_make_sense_of_stops_the_engine_in_words(setting: str, tmp_path: Path) -> None:
     """Finding A5: bytes would arrive, and mean something else there. Refused before any memory is registered."""
     geometry = dataclasses.replace(GQA, era=ERAS[0])
-    names = geometry.layer_names()
-    engine = build_engine(
-        write_model(tmp_path),
-        [(names, spec_of(geometry, 0, 1))],
-        [[name] for name in names],
-        geometry.num_blocks,
-        geometry.block_size,
-        backend_of(geometry),
-    )
+    engine = engine_of(geometry, tmp_path)
     config = engine.config.cache_config if "scales" in setting else engine.config.parallel_config
     setattr(config, setting, True if "scales" in setting else 2)
     with pytest.raises(LayoutRefused) as raised:

@@ -21,18 +21,23 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.engine_node import DECODE_ID, PREFILL_ID, nodes, prompt
-from support.groups_node import GroupsNode, prefilled, runs_rightly
-from support.handover_node import (
+from support.groups_node import GroupsNode, runs_rightly
+from support.nodes import (
     DECODE_FILLING,
+    DECODE_ID,
     PREFILL_FILLING,
+    PREFILL_ID,
     RESERVED,
     SEND,
     core_around,
     looked_up,
+    nodes,
+    prefilled,
+    prompt,
     rest,
     until_both,
 )
+from support.planting import Faults, nothing
 from support.transports import until
 from vllm.v1.request import Request, RequestStatus
 
@@ -99,7 +104,7 @@ class Schedule:
     seed: int
     order: tuple[int | str | None, ...]
     verify_fraction: float = 1.0
-    kernel_blocks_per_block: int = 1
+    split: int = 1
     num_drafts: int = 0
     started: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -108,13 +113,14 @@ class Schedule:
         dice = self.dice
         self.mode = dice.choice(["pull", "push"])
         order = tuple(WINDOW if kind == WIDE else kind for kind in self.order)
-        split = self.kernel_blocks_per_block
+        split = self.split
         geometry = dataclasses.replace(
             GEOMETRY,
             groups=len(order),
             states=tuple(place for place, kind in enumerate(order) if isinstance(kind, str)),
             wide=tuple(place for place, kind in enumerate(self.order) if kind == WIDE),
             block_size=BLOCK // split,
+            split=split,
             num_blocks=GEOMETRY.num_blocks * split,
             reserved_blocks=GEOMETRY.reserved_blocks * split,
         )
@@ -130,7 +136,6 @@ class Schedule:
                 transfer_mode=self.mode,
                 memory_path=dice.choice(["direct", "direct", "host"]),
                 verify_fraction=self.verify_fraction,
-                kernel_blocks_per_block=split,
                 num_drafts=self.num_drafts,
             )
 
@@ -264,7 +269,7 @@ def test_what_prefill_has_cached_is_handed_over_without_a_step(order: str, make:
 def test_and_where_a_block_is_several_kernel_blocks(split: int, seed: int, make: Callable[..., Node]) -> None:
     """A state lies across all of them, in the cache and in a slab."""
     order = [*WITH_STATES.values()][seed % len(WITH_STATES)]
-    is_right(Schedule(make, seed, order, kernel_blocks_per_block=split))
+    is_right(Schedule(make, seed, order, split=split))
 
 
 @needs_states
@@ -288,7 +293,7 @@ def test_a_state_that_is_taken_away_before_its_request_runs_leaves_nothing(
         make(filling, geometry, windows=(None, "align"), policy="recompute")
         for filling in (PREFILL_FILLING, DECODE_FILLING)
     )
-    params = prefilled(prefill, PREFILL_ID, num_tokens)
+    params = prefilled(prefill, PREFILL_ID, num_tokens=num_tokens)
     decode.add(DECODE_ID, params, 2 * BLOCK, num_tokens=num_tokens)
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
     pool = decode.scheduler.kv_cache_manager.block_pool
@@ -324,155 +329,109 @@ def test_a_request_that_lacks_the_blocks_of_its_drafts_states_is_seen(
 
 # -------------------------------------------------------------------------------------------------------------- faults
 
-Patcher = pytest.MonkeyPatch
+FAULTS = Faults()
 
 
-def the_superseded_slot(patch: Patcher) -> None:
+@FAULTS.around(KVGroup, "range")
+def the_superseded_slot(real: Any, self: KVGroup, blocks: list[int], first_token: int, end_token: int) -> BlockRange:
     """Prefill names the block of an earlier chunk's state."""
-
-    def range_(self: KVGroup, blocks: list[int], first_token: int, end_token: int) -> BlockRange:
-        found = original(self, blocks, first_token, end_token)
-        place = (end_token - 1) // self.table_block_size - 1
-        if self.keeps is Keeps.STATE and place >= 0 and blocks[place]:
-            return BlockRange(end_token - 1, tuple(blocks[place : place + 1]))
-        return found
-
-    original = KVGroup.range
-    patch.setattr(KVGroup, "range", range_)
+    place = (end_token - 1) // self.table_block_size - 1
+    if self.keeps is Keeps.STATE and place >= 0 and blocks[place]:
+        return BlockRange(end_token - 1, tuple(blocks[place : place + 1]))
+    return real(self, blocks, first_token, end_token)  # type: ignore[no-any-return]
 
 
-def the_slot_of_a_draft(patch: Patcher) -> None:
+@FAULTS.around(KVGroup, "range")
+def the_slot_of_a_draft(real: Any, self: KVGroup, blocks: list[int], first_token: int, end_token: int) -> BlockRange:
     """Prefill names the block of the state behind the last draft."""
-
-    def range_(self: KVGroup, blocks: list[int], first_token: int, end_token: int) -> BlockRange:
-        if self.keeps is Keeps.STATE and blocks:
-            return BlockRange(end_token - 1, tuple(blocks[-1:]))
-        return original(self, blocks, first_token, end_token)
-
-    original = KVGroup.range
-    patch.setattr(KVGroup, "range", range_)
+    if self.keeps is Keeps.STATE and blocks:
+        return BlockRange(end_token - 1, tuple(blocks[-1:]))
+    return real(self, blocks, first_token, end_token)  # type: ignore[no-any-return]
 
 
-def a_prompts_last_token_has_drafts(patch: Patcher) -> None:
-    patch.setattr(arrival, "draft_behind_prompts", lambda scheduler: None)
+FAULTS.replace("a_prompts_last_token_has_drafts", arrival, "draft_behind_prompts", nothing)
 
 
-def the_end_of_a_state_is_not_moved(patch: Patcher) -> None:
-    def init(self: Route, local: Any, remote: Any) -> None:
-        if local.padded_bytes:
-            local, remote = (
-                msgspec.structs.replace(one, padded_bytes=0, cell_bytes=one.cell_bytes - 8) for one in (local, remote)
-            )
-        original(self, local, remote)
-
-    original = Route.__init__
-    patch.setattr(Route, "__init__", init)
+@FAULTS.around(Route, "__init__")
+def the_end_of_a_state_is_not_moved(real: Any, self: Route, local: Any, remote: Any) -> None:
+    if local.padded_bytes:
+        local, remote = (
+            msgspec.structs.replace(one, padded_bytes=0, cell_bytes=one.cell_bytes - 8) for one in (local, remote)
+        )
+    real(self, local, remote)
 
 
-def a_state_is_not_moved(patch: Patcher) -> None:
-    def ranges(routes: Any, groups: Any, end_token: int) -> Any:
-        kept = [
-            (here, there, end_token if len(here.block_ids) <= 1 and first == end_token - 1 else first)
-            for here, there, first in groups
-        ]
-        return original(routes, kept if any(first < end_token for *_, first in kept) else groups, end_token)
-
-    original = topology.ranges
-    patch.setattr(topology, "ranges", ranges)
+@FAULTS.around(topology, "ranges")
+def a_state_is_not_moved(real: Any, routes: Any, groups: Any, end_token: int) -> Any:
+    kept = [
+        (here, there, end_token if len(here.block_ids) <= 1 and first == end_token - 1 else first)
+        for here, there, first in groups
+    ]
+    return real(routes, kept if any(first < end_token for *_, first in kept) else groups, end_token)
 
 
-def groups_are_mixed_up(patch: Patcher) -> None:
+@FAULTS.around(topology, "ranges")
+def a_cached_prefix_counts_for_the_state(real: Any, routes: Any, groups: Any, end_token: int) -> Any:
+    """Decode has some of the prompt, and leaves out the state that is behind the rest."""
+    starts = [first for here, _, first in groups if len(here.block_ids) > 1 or first < end_token - 1]
+    kept = [
+        (here, there, end_token if starts and min(starts) and first == end_token - 1 else first)
+        for here, there, first in groups
+    ]
+    return real(routes, kept, end_token)
+
+
+@FAULTS.around(FetchRequest, "groups")
+def groups_are_mixed_up(real: Any, self: FetchRequest, block_ids: Any, first_token: int) -> Any:
     """The first block of two groups change places where decode is told to put them."""
-
-    def groups(self: FetchRequest, block_ids: Any, first_token: int) -> Any:
-        found = list(original(self, block_ids, first_token))
-        ids = [list(group.block_ids) for group in found[:2]]
-        if ids[0] and ids[1]:
-            ids[0][-1], ids[1][-1] = ids[1][-1], ids[0][-1]
-            found[:2] = (BlockRange(one.first_token, tuple(new)) for one, new in zip(found, ids, strict=False))
-        return tuple(found)
-
-    original = FetchRequest.groups
-    patch.setattr(FetchRequest, "groups", groups)
+    found = list(real(self, block_ids, first_token))
+    ids = [list(group.block_ids) for group in found[:2]]
+    if ids[0] and ids[1]:
+        ids[0][-1], ids[1][-1] = ids[1][-1], ids[0][-1]
+        found[:2] = (BlockRange(one.first_token, tuple(new)) for one, new in zip(found, ids, strict=False))
+    return tuple(found)
 
 
-def ranges_are_changed(patch: Patcher, keeps: Keeps, fewest: int, change: Callable[[BlockRange, int], Any]) -> None:
-    """Where decode puts a group of this kind that has at least ``fewest`` blocks; ``change`` gets tokens in a block."""
-
-    def groups(self: FetchRequest, block_ids: Any, first_token: int) -> Any:
-        found = list(original(self, block_ids, first_token))
-        for place, group in enumerate(self.engine.groups.all):
-            if group.keeps is keeps and len(found[place].block_ids) >= fewest:
-                found[place] = change(found[place], group.table_block_size)
-        return tuple(found)
-
-    original = FetchRequest.groups
-    patch.setattr(FetchRequest, "groups", groups)
-
-
-def windows_begin_too_late(patch: Patcher) -> None:
-    """Decode leaves out the oldest block that the window still reaches."""
-    later = lambda found, size: BlockRange(found.first_token + size, found.block_ids[1:])  # noqa: E731
-    ranges_are_changed(patch, Keeps.WINDOW, 3, later)
-
-
-def chunks_end_in_the_middle_of_blocks(patch: Patcher) -> None:
-    """And the state of a token there is cached as that of the block's end."""
-
-    def align_chunks(scheduler: Any) -> None:
-        scheduler.cache_config.block_size = BLOCK // 2
-
-    patch.setattr(arrival, "align_chunks", align_chunks)
-
-
-def a_windows_blocks_are_one_too_old(patch: Patcher) -> None:
-    """Each arrives where the one before it belongs."""
-    ranges_are_changed(
-        patch,
-        Keeps.WINDOW,
-        2,
-        lambda found, _: BlockRange(found.first_token, (*found.block_ids[1:], found.block_ids[0])),
+def windows_changed(
+    found: Any, self: FetchRequest, fewest: int, change: Callable[[BlockRange, int], BlockRange]
+) -> Any:
+    """Where decode puts the windows that have at least ``fewest`` blocks; ``change`` gets tokens in a block."""
+    groups = zip(found, self.engine.groups.all, strict=True)
+    return tuple(
+        change(one, group.table_block_size) if group.keeps is Keeps.WINDOW and len(one.block_ids) >= fewest else one
+        for one, group in groups
     )
 
 
-def a_cached_prefix_counts_for_the_state(patch: Patcher) -> None:
-    """Decode has some of the prompt, and leaves out the state that is behind the rest."""
-
-    def ranges(routes: Any, groups: Any, end_token: int) -> Any:
-        starts = [first for here, _, first in groups if len(here.block_ids) > 1 or first < end_token - 1]
-        kept = [
-            (here, there, end_token if starts and min(starts) and first == end_token - 1 else first)
-            for here, there, first in groups
-        ]
-        return original(routes, kept, end_token)
-
-    original = topology.ranges
-    patch.setattr(topology, "ranges", ranges)
+@FAULTS.around(FetchRequest, "groups")
+def windows_begin_too_late(real: Any, self: FetchRequest, *arguments: Any) -> Any:
+    """Decode leaves out the oldest block that the window still reaches."""
+    later = lambda one, size: BlockRange(one.first_token + size, one.block_ids[1:])  # noqa: E731
+    return windows_changed(real(self, *arguments), self, 3, later)
 
 
-FAULTS: tuple[Callable[[Patcher], None], ...] = (
-    the_superseded_slot,
-    the_slot_of_a_draft,
-    a_prompts_last_token_has_drafts,
-    the_end_of_a_state_is_not_moved,
-    a_state_is_not_moved,
-    groups_are_mixed_up,
-    windows_begin_too_late,
-    chunks_end_in_the_middle_of_blocks,
-    a_windows_blocks_are_one_too_old,
-    a_cached_prefix_counts_for_the_state,
-)
+@FAULTS.around(FetchRequest, "groups")
+def a_windows_blocks_are_one_too_old(real: Any, self: FetchRequest, *arguments: Any) -> Any:
+    """Each arrives where the one before it belongs."""
+    older = lambda one, _: BlockRange(one.first_token, (*one.block_ids[1:], one.block_ids[0]))  # noqa: E731
+    return windows_changed(real(self, *arguments), self, 2, older)
+
+
+@FAULTS.instead(arrival, "align_chunks")
+def chunks_end_in_the_middle_of_blocks(scheduler: Any) -> None:
+    """And the state of a token there is cached as that of the block's end."""
+    scheduler.cache_config.block_size = BLOCK // 2
 
 
 @needs_states
 @pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_shows(fault: Callable[[Patcher], None], make: Callable[..., Node]) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault: str, make: Callable[..., Node]) -> None:
     """Verification would notice some of them first, and the request would be computed again: it is off here."""
     for seed in range(40):
         order = [*WITH_STATES.values()][seed % len(WITH_STATES)]
         with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
+            FAULTS[fault](patch)
             try:
                 Schedule(make, seed, order, verify_fraction=0.0, num_drafts=seed % 2 * 3).run()
             except (WrongBytes, AssertionError):

@@ -19,21 +19,26 @@ from unittest import mock
 import pytest
 from packaging.specifiers import SpecifierSet
 from support import stock_pair
-from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, same
-from support.handover_node import (
+from support.internals import agents_of
+from support.nodes import (
+    BLOCKS,
     DECODE_FILLING,
+    DECODE_ID,
     IDLE_SECONDS,
     PREFILL_FILLING,
+    PREFILL_ID,
+    PROMPT,
+    USABLE,
     Node,
     asked,
     ends_by_policy,
     mover,
     prefilled,
     rest,
+    same,
     served,
     until_both,
 )
-from support.internals import agents_of
 from support.transports import until
 from vllm.utils.network_utils import get_ip
 from vllm.v1.request import RequestStatus

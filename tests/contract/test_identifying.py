@@ -107,11 +107,34 @@ class Engine:
         return asked
 
 
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_weights_are_read_once_for_calls_that_wait_together(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
-    engine = Engine(monkeypatch, is_idle=is_idle)
-    assert engine.call("one") == ["one", "changed by one", "identify"]
-    assert engine.call("one", "two", "one") == ["one", "two", "one", "changed by one, two", "identify"]
+TOGETHER = (
+    (("one",), ["one", "changed by one", "identify"]),
+    (("one", "two", "one"), ["one", "two", "one", "changed by one, two", "identify"]),
+)
+"""Calls that wait together, and what is asked of the workers: weights are read once for all of them."""
+CALLS: dict[str, tuple[tuple[tuple[str, ...], list[str]], ...]] = {
+    "in an idle engine": TOGETHER,
+    "in one that is never idle": TOGETHER,
+    "what sleeps without a word to the executor is not read": (
+        (("one", "sleep"), ["one", "sleep", "hide"]),
+        (("wake_up",), ["wake_up", "changed by one, wake_up", "identify"]),
+    ),
+    "calls that change no weights cost nothing": ((("profile", "list_loras"), ["profile", "list_loras"]),),
+    "weights that are known to change are revoked at once": (
+        (("update_weights", "two"), ["update_weights", "revoke", "two", "changed by two, update_weights", "identify"]),
+    ),
+    "sleeping weights are not read": ((("one", "two"), ["one", "revoke", "two", "revoke"]),),
+}
+NEVER_IDLE = ("in one that is never idle", "weights that are known to change are revoked at once")
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_what_is_asked_of_workers_before_the_next_step(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps = what == "sleeping weights are not read"
+    engine = Engine(monkeypatch, is_idle=not sleeps and what not in NEVER_IDLE)
+    engine.core.model_executor.is_sleeping = sleeps
+    for methods, asked in CALLS[what]:
+        assert engine.call(*methods) == asked
 
 
 def test_what_peers_may_fetch_is_looked_at_before_the_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,34 +180,11 @@ def test_calls_that_were_not_looked_at_are_looked_at_later(monkeypatch: pytest.M
     assert engine.call("two") == ["two", "changed by one, two", "identify"]
 
 
-def test_what_sleeps_without_a_word_to_the_executor_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch, is_idle=True)
-    assert engine.call("one", "sleep") == ["one", "sleep", "hide"]
-    assert engine.call("wake_up") == ["wake_up", "changed by one, wake_up", "identify"]
-
-
-def test_calls_that_change_no_weights_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch, is_idle=True)
-    assert engine.call("profile", "list_loras") == ["profile", "list_loras"]
-
-
-def test_weights_that_are_known_to_change_revoke_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch, is_idle=False)
-    expected = ["update_weights", "revoke", "two", "changed by two, update_weights", "identify"]
-    assert engine.call("update_weights", "two") == expected
-
-
 def test_a_call_while_an_engine_starts_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM tells its workers an automatic max_model_len before it has a scheduler."""
     engine = Engine(monkeypatch, is_idle=False)
     del engine.core.scheduler
     assert engine.core.collective_rpc("update_max_model_len") == [None] and engine.asked == ["update_max_model_len"]
-
-
-def test_sleeping_weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch, is_idle=False)
-    engine.core.model_executor.is_sleeping = True
-    assert engine.call("one", "two") == ["one", "revoke", "two", "revoke"]
 
 
 def test_a_loader_is_believed_if_vllm_s_base_class_says_when_it_loads() -> None:

@@ -9,24 +9,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support import handover_node
+from support import nodes as support_nodes
 from support.attention_engines import ERAS
-from support.engine_node import DECODE_ID, PREFILL_ID, PROMPT, nodes, same
-from support.handover_node import (
+from support.nodes import (
     ANOTHER_REQUESTS,
     BLOCK_SIZE,
     CHUNK,
     DECODE_FILLING,
+    DECODE_ID,
     NAME,
     PREFILL_FILLING,
+    PREFILL_ID,
+    PROMPT,
     RESERVED,
     SEND,
     Node,
     asked,
     ends_by_policy,
+    nodes,
     prefilled,
     registered,
     rest,
+    same,
     served,
     until_both,
 )
@@ -34,7 +38,6 @@ from support.odd_connectors import Shelf
 from support.transports import until
 
 from kvcached_nixl.transport.agent import Transport
-from kvcached_nixl.vllm.adapter.attributes import side_of
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.worker import memory_registration as sizing
 from kvcached_nixl.worker.transfer.checksums import Content
@@ -190,34 +193,13 @@ def test_a_request_that_no_slab_could_hold_goes_through_range_by_range(
     assert not any(slab.slots.used(use) for slab in slabs if slab is not None for use in Use)
 
 
-shared_node = handover_node.node
-
-
-def first_of(several: Any) -> Any:
-    """Returns the first connector of vLLM's ``MultiConnector``."""
-    return several._connectors[0]
+shared_node = support_nodes.node
 
 
 class SharedNode(Node):
     """Its connectors are NixlConnector and a shelf."""
 
     connector = "MultiConnector"
-
-    @property
-    def worker(self) -> Any:
-        return first_of(self.engine.worker).connector_worker
-
-    @property
-    def connector_scheduler(self) -> Any:
-        return first_of(self.engine.scheduler).connector_scheduler
-
-    @property
-    def side(self) -> Any:
-        return side_of(first_of(self.engine.worker))
-
-    @property
-    def side_of_engine(self) -> Any:
-        return side_of(first_of(self.engine.scheduler))
 
 
 @pytest.fixture

@@ -12,12 +12,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE
-from support.handover_node import (
+from support.kvcached_pool import elastic_pool, put_into, windows_open
+from support.nodes import (
     BLOCK_SIZE,
+    BLOCKS,
     DECODE_FILLING,
+    DECODE_ID,
     PREFILL_FILLING,
+    PREFILL_ID,
+    PROMPT,
     RESERVED,
+    USABLE,
     Node,
     mover,
     prefilled,
@@ -25,7 +30,6 @@ from support.handover_node import (
     transfers_held,
     until_both,
 )
-from support.kvcached_pool import elastic_pool, put_into, windows_open
 from vllm.v1.core import kv_cache_manager
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support import handover_node
-from support.engine_node import nodes
-from support.handover_node import PREFILL_FILLING, RESERVED
+from support import nodes as support_nodes
 from support.kvcached_pool import elastic_pool, put_into
+from support.nodes import PREFILL_FILLING, RESERVED, nodes
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
@@ -28,7 +27,7 @@ OTHER = Weights(Tensors("1" * 32, "8" * 32), files="9" * 32)
 ADAPTER = LoRARequest("a", 1, "/nowhere", load_inplace=True)
 
 
-class Node(handover_node.Node):
+class Node(support_nodes.Node):
     adapter: LoRARequest | None = None
 
     def add(self, request_id: str, *arguments: Any, **options: Any) -> None:
@@ -54,8 +53,8 @@ class Content:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0
-        kv = handover_node.kv
-        monkeypatch.setattr(handover_node, "kv", lambda *found: (kv(*found) + 17 * self.now) % 241)
+        kv = support_nodes.kv
+        monkeypatch.setattr(support_nodes, "kv", lambda *found: (kv(*found) + 17 * self.now) % 241)
 
     def change(self, *both: Node) -> None:
         self.now += 1

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
-from support.engine_node import DECODE_ID, PREFILL_ID
-from support.handover_node import (
+from support.nodes import (
     CHUNK,
     DECODE_FILLING,
+    DECODE_ID,
     NAME,
     PREFILL_FILLING,
+    PREFILL_ID,
     SEND,
     Node,
     ends_by_policy,

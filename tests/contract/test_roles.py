@@ -17,9 +17,9 @@ import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from support.patches import applied, first_bound
+from support.over_sockets import vllm_application
+from support.patches import applied
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -114,18 +114,11 @@ def served(engine: Engine, *arguments: str, kv_role: str = "kv_both", **extra: A
     """vLLM's application, with that endpoint."""
     client = object.__new__(AsyncLLM)
     transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_connector_extra_config": extra}
-    make_parser = first_bound(
-        ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
-        "make_arg_parser",
-    )
-    given = ["--model", "m", "--api-key", "key", "--kv-transfer-config", json.dumps(transfer), *arguments]
-    parsed = make_parser(FlexibleArgumentParser()).parse_args(given)
-    places = ("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server")
-    app = first_bound(places, "build_app")(parsed, ("generate",))
+    app, kv_transfer_config = vllm_application(transfer, *arguments)
     vars(client).update(
         engine=engine,
         log_requests=False,
-        vllm_config=SimpleNamespace(kv_transfer_config=parsed.kv_transfer_config),
+        vllm_config=SimpleNamespace(kv_transfer_config=kv_transfer_config),
         engine_core=SimpleNamespace(resources=SimpleNamespace(engine_dead=False), shutdown=lambda timeout: None),
         output_handler=None,
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),

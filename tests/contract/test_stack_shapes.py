@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_node import nodes
-from support.handover_node import (
+from support.nodes import (
     DECODE_FILLING,
     PREFILL_FILLING,
     RESERVED,
     Node,
+    nodes,
     rest,
     served,
     until_both,

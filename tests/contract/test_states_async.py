@@ -11,15 +11,28 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from support.engine_node import DECODE_ID, PREFILL_ID, SAMPLED, nodes, prompt
-from support.groups_node import GroupsNode, prefilled
-from support.handover_node import DECODE_FILLING, PREFILL_FILLING, RESERVED, core_around, looked_up, rest, until_both
+from support.groups_node import GroupsNode
+from support.nodes import (
+    DECODE_FILLING,
+    DECODE_ID,
+    PREFILL_FILLING,
+    PREFILL_ID,
+    RESERVED,
+    SAMPLED,
+    AsyncNode,
+    core_around,
+    looked_up,
+    nodes,
+    prefilled,
+    prompt,
+    rest,
+    until_both,
+)
 from support.transports import until
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
 
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 
@@ -35,19 +48,18 @@ LOCAL_ID = "cmpl-y-0-eeeeeeee"
 
 
 @dataclasses.dataclass
-class Node(GroupsNode):
-    """An engine that schedules a step while the one before it is under way, on a device that works when it is told to.
+class Node(AsyncNode, GroupsNode):
+    """An engine whose device works when it is told to.
 
     Attributes:
         work: what was submitted to the device and is not done.
+        submitted: for each step in flight, how much was submitted by its end.
     """
 
-    queued: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)
     work: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    submitted: list[int] = dataclasses.field(default_factory=list)
     num_submitted: int = 0
     lags: bool = False
-
-    scheduler_class: ClassVar[type[Scheduler]] = AsyncScheduler
 
     def submit(self, work: Callable[[], None]) -> None:
         self.num_submitted += 1
@@ -80,18 +92,15 @@ class Node(GroupsNode):
     def compute_tokens(self, request: Any, blocks: list[list[int]], begin: int, count: int) -> None:
         self.submit(lambda: super(Node, self).compute_tokens(request, blocks, begin, count))
 
-    def step(self) -> Any:
-        """As EngineCore.step_with_batch_queue; a step's output is there when the device has done it."""
-        if self.scheduler.has_requests():
-            output = self.scheduler.schedule()
-            self.queued.append((output, self.run(output), self.num_submitted))
-            if len(self.queued) < 2 and self.scheduler.has_requests():
-                return True
-        if self.queued:
-            output, result, submitted = self.queued.pop(0)
-            self.do(submitted)
-            self.take(output, result)
-        return True
+    def run(self, output: Any) -> ModelRunnerOutput:
+        result = super().run(output)
+        self.submitted.append(self.num_submitted)
+        return result
+
+    def take(self, output: Any, result: ModelRunnerOutput) -> None:
+        """A step's output is there when the device has done it."""
+        self.do(self.submitted.pop(0))
+        super().take(output, result)
 
 
 @pytest.fixture(params=["pull", "push"])
@@ -135,11 +144,11 @@ def goes_on(prefill: Node, decode: Node, num_tokens: int) -> None:
 def test_states_arrive_after_the_steps_that_still_overwrite_them(node: Callable[..., Node]) -> None:
     """Rule R8 is a matter of tokens here: the step in flight writes the state behind a token that nobody wants."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    params = prefilled(prefill, PREFILL_ID, TOKENS)
+    params = prefilled(prefill, PREFILL_ID, num_tokens=TOKENS)
     freed = with_a_step_in_flight(decode)
     decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
     output = decode.scheduler.schedule()
-    decode.queued.append((output, decode.run(output), decode.num_submitted))
+    decode.queued.append((output, decode.run(output)))
     blocks = decode.of_groups(DECODE_ID)
     assert set(freed[1]) <= {*blocks[0], *blocks[1]}, "the step in flight writes a state into one of its blocks"
     decode.settle()
@@ -151,7 +160,7 @@ def test_states_arrive_after_the_steps_that_still_overwrite_them(node: Callable[
 def test_blocks_are_filled_after_they_were_zeroed(node: Callable[..., Node]) -> None:
     """vllm#48481. From 0.28 on vLLM leaves such blocks alone, and this package asks for them."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    params = prefilled(prefill, PREFILL_ID, TOKENS)
+    params = prefilled(prefill, PREFILL_ID, num_tokens=TOKENS)
     decode.lags = True
     decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
     decode.step()
@@ -166,7 +175,7 @@ def test_what_is_behind_the_last_token_is_zero_in_larger_blocks_too(node: Callab
     """Prefill's blocks do not reach as far; and what was there before may be no number."""
     larger = dataclasses.replace(GEOMETRY, block_size=2 * BLOCK)
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, geometry=larger)
-    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID, 2 * BLOCK + 5), 2, num_tokens=2 * BLOCK + 5)
+    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID, num_tokens=2 * BLOCK + 5), 2, num_tokens=2 * BLOCK + 5)
     until_both(prefill, decode, lambda: DECODE_ID in decode.received)
     (blocks, _) = decode.of_groups(DECODE_ID)
     assert not any(cell.any() for cell in decode.behind(2 * BLOCK + 4, [blocks], 0))
@@ -184,7 +193,7 @@ def test_what_is_cached_is_offered_when_the_device_has_computed_it(node: Callabl
     prefill.step()
     asks = looked_up(core_around(prefill), prompt(0, TOKENS), BLOCK)
     output = prefill.scheduler.schedule()
-    prefill.queued.append((output, prefill.run(output), prefill.num_submitted))
+    prefill.queued.append((output, prefill.run(output)))
     assert prefill.work and not asks.done(), "the device has not begun"
     until(lambda: prefill.step() and asks.done())
     assert not prefill.work

@@ -14,18 +14,24 @@ from typing import Any
 import pytest
 from support import attention_engines
 from support.clocks import ManualClock
-from support.engine_node import BLOCKS, DECODE_ID, PREFILL_ID, PROMPT, USABLE, nodes, prompt
-from support.handover_node import (
+from support.nodes import (
     ANOTHER_REQUESTS,
     BLOCK_SIZE,
+    BLOCKS,
     DECODE_FILLING,
+    DECODE_ID,
     PREFILL_FILLING,
+    PREFILL_ID,
+    PROMPT,
     RESERVED,
     SEND,
+    USABLE,
     Node,
     all_free,
     asked,
+    nodes,
     prefilled,
+    prompt,
     rest,
     until_both,
 )
@@ -37,7 +43,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvcached_nixl.vllm.adapter.attributes import connectors, side_of
 from kvcached_nixl.vllm.adapter.neighbours import is_tier
 from kvcached_nixl.vllm.adapter.versions import (
     ASKS_FOR_RESULTS,
@@ -47,7 +52,6 @@ from kvcached_nixl.vllm.adapter.versions import (
     installed_has,
 )
 from kvcached_nixl.vllm.patches import tier as served
-from kvcached_nixl.vllm.patches.factory import is_nixl
 
 if not installed_has(HITS_DIVERGE):
     pytest.skip("refused before vLLM 0.28", allow_module_level=True)
@@ -72,25 +76,6 @@ class TierNode(Node):
             freed(found, *args, **kwargs)
 
         pool.free_blocks = unmapped
-
-    def of(self, connector: Any, is_meant: Callable[[type], bool]) -> Any:
-        return next(one for one in connectors(connector) if is_meant(type(one)))
-
-    @property
-    def worker(self) -> Any:
-        return self.of(self.engine.worker, is_nixl).connector_worker
-
-    @property
-    def connector_scheduler(self) -> Any:
-        return self.of(self.engine.scheduler, is_nixl).connector_scheduler
-
-    @property
-    def side(self) -> Any:
-        return side_of(self.of(self.engine.worker, is_nixl))
-
-    @property
-    def side_of_engine(self) -> Any:
-        return side_of(self.of(self.engine.scheduler, is_nixl))
 
     @property
     def copier(self) -> Any:
@@ -187,6 +172,11 @@ def make(is_first: bool, tmp_path: Path, log: pytest.LogCaptureFixture) -> Itera
         yield node
 
 
+@pytest.fixture
+def one(make: Callable[..., TierNode]) -> TierNode:
+    return make()
+
+
 LAYOUTS = {
     "layers apart": RESERVED,
     "layers side by side": dataclasses.replace(RESERVED, contiguous=True),
@@ -209,9 +199,8 @@ def test_a_later_turn_loads_what_an_earlier_one_has_stored(layout: str, make: Ca
     assert one.settles()
 
 
-def test_blocks_that_are_still_stored_are_not_free(make: Callable[..., TierNode]) -> None:
+def test_blocks_that_are_still_stored_are_not_free(one: TierNode) -> None:
     """Their requests have ended, and others run meanwhile."""
-    one = make()
     one.copier.is_stuck = True
     one.compute_alone(PREFILL_ID)
     assert not all_free(one) and one.side_of_engine.pending and one.side_of_engine.revocations.has_blocks
@@ -235,9 +224,8 @@ def test_a_request_that_is_preempted_keeps_the_blocks_that_are_still_stored(make
     one.starts(LATER)
 
 
-def test_a_request_that_gives_its_blocks_to_others_is_stored_first(make: Callable[..., TierNode]) -> None:
+def test_a_request_that_gives_its_blocks_to_others_is_stored_first(one: TierNode) -> None:
     """vLLM has its worker copy at once what a preempted request stores, before the step that needs its blocks."""
-    one = make()
     one.copier.is_stuck = True
     for number, request_id in enumerate((OTHER, DECODE_ID, PREFILL_ID)):
         one.add(request_id, None, first_token=160 - 80 * number)
@@ -249,9 +237,8 @@ def test_a_request_that_gives_its_blocks_to_others_is_stored_first(make: Callabl
     one.starts(LATER)
 
 
-def test_planted_blocks_that_are_freed_while_they_are_stored_spoil_later_turns(make: Callable[..., TierNode]) -> None:
+def test_planted_blocks_that_are_freed_while_they_are_stored_spoil_later_turns(one: TierNode) -> None:
     """Without the parking, this module's other tests would find it."""
-    one = make()
     one.add(OTHER, None, 1, first_token=200)
     one.step_until(lambda: OTHER in one.ended)
     pool = one.scheduler.kv_cache_manager.block_pool
@@ -285,9 +272,8 @@ def test_nothing_from_before_a_change_of_weights_is_loaded(is_stored: bool, make
     one.starts("cmpl-v-0-aaaaaaaa")
 
 
-def test_requests_that_lose_their_blocks_to_a_forced_reset_are_computed(make: Callable[..., TierNode]) -> None:
+def test_requests_that_lose_their_blocks_to_a_forced_reset_are_computed(one: TierNode) -> None:
     """vLLM's connector asserts that it loads nothing in the step that tells of their preemption."""
-    one = make()
     one.compute_alone(PREFILL_ID)
     assert one.settles()
     one.add(LATER, None, 8, num_tokens=PROMPT + BLOCK_SIZE)
@@ -299,8 +285,7 @@ def test_requests_that_lose_their_blocks_to_a_forced_reset_are_computed(make: Ca
     assert LATER not in one.received and one.settles()
 
 
-def test_a_request_that_loads_while_weights_change_is_computed(make: Callable[..., TierNode]) -> None:
-    one = make()
+def test_a_request_that_loads_while_weights_change_is_computed(one: TierNode) -> None:
     one.compute_alone(PREFILL_ID)
     assert one.settles()
     one.copier.is_stuck = True
@@ -339,10 +324,7 @@ def test_a_request_computes_in_the_step_that_loads(weights_change: bool, make: C
     assert OTHER in output.num_scheduled_tokens and output.has_sync_kv_loads is not weights_change
 
 
-def test_a_session_whose_beginning_is_stored_keeps_its_tokens_when_weights_change(
-    make: Callable[..., TierNode],
-) -> None:
-    one = make()
+def test_a_session_whose_beginning_is_stored_keeps_its_tokens_when_weights_change(one: TierNode) -> None:
     one.compute_alone(PREFILL_ID)
     assert one.settles()
     one.takes(LATER, 0, PROMPT + BLOCK_SIZE)
@@ -353,9 +335,8 @@ def test_a_session_whose_beginning_is_stored_keeps_its_tokens_when_weights_chang
     assert all_tokens[:-1] == prompt(0, PROMPT + BLOCK_SIZE) + prompt(300, 2 * BLOCK_SIZE)
 
 
-def test_no_input_of_a_session_is_stored(make: Callable[..., TierNode]) -> None:
+def test_no_input_of_a_session_is_stored(one: TierNode) -> None:
     """vLLM would store the second one from blocks of the first."""
-    one = make()
     one.takes(OTHER, 0, 2 * BLOCK_SIZE)
     one.takes(OTHER, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE)
     assert not one.tier.is_copying
@@ -365,9 +346,8 @@ def test_no_input_of_a_session_is_stored(make: Callable[..., TierNode]) -> None:
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_a_second_change_before_the_next_step_is_taken(is_ours: bool, make: Callable[..., TierNode]) -> None:
+def test_a_second_change_before_the_next_step_is_taken(is_ours: bool, one: TierNode) -> None:
     """vLLM's connector asserts that there is one. What is in flight is waited for, and not loaded."""
-    one = make()
     one.copier.is_stuck = True
     one.compute_alone(PREFILL_ID)
     one.side_of_engine.revocations.weights_changed()
@@ -381,9 +361,8 @@ def test_a_second_change_before_the_next_step_is_taken(is_ours: bool, make: Call
     one.starts(LATER, loads=False)
 
 
-def test_copies_of_vllms_own_reset_are_in_flight(make: Callable[..., TierNode]) -> None:
+def test_copies_of_vllms_own_reset_are_in_flight(one: TierNode) -> None:
     """In the step that begins them."""
-    one = make()
     one.copier.is_stuck = True
     one.add(PREFILL_ID, None, 4)
     output = one.scheduler.schedule()
@@ -395,8 +374,7 @@ def test_copies_of_vllms_own_reset_are_in_flight(make: Callable[..., TierNode]) 
     assert one.settles()
 
 
-def test_what_waits_when_weights_change_is_stored(make: Callable[..., TierNode]) -> None:
-    one = make()
+def test_what_waits_when_weights_change_is_stored(one: TierNode) -> None:
     one.add(PREFILL_ID, None, 1)
     one.side_of_engine.revocations.weights_changed()
     one.step_until(lambda: PREFILL_ID in one.ended)
@@ -404,8 +382,7 @@ def test_what_waits_when_weights_change_is_stored(make: Callable[..., TierNode])
     one.starts(LATER)
 
 
-def test_a_request_that_waits_for_blocks_that_are_stored_does_not_starve(make: Callable[..., TierNode]) -> None:
-    one = make()
+def test_a_request_that_waits_for_blocks_that_are_stored_does_not_starve(one: TierNode) -> None:
     one.copier.is_stuck = True
     for number in range(USABLE // BLOCKS):
         one.compute_alone(f"cmpl-o-0-aaaaaaa{number}", first_token=100 * number)
@@ -419,9 +396,8 @@ def test_a_request_that_waits_for_blocks_that_are_stored_does_not_starve(make: C
 
 
 @pytest.mark.skipif(not installed_has(ASKS_FOR_RESULTS), reason="this vLLM preempts, whatever is about to be free")
-def test_a_request_that_lacks_a_block_waits_for_those_that_are_stored(make: Callable[..., TierNode]) -> None:
+def test_a_request_that_lacks_a_block_waits_for_those_that_are_stored(one: TierNode) -> None:
     """Else vLLM would preempt all that run, one after the other: their blocks are still stored, so none comes free."""
-    one = make()
     one.copier.is_stuck = True
     for number, request_id in enumerate((OTHER, DECODE_ID, PREFILL_ID)):
         one.add(request_id, None, first_token=160 - 80 * number)
@@ -462,19 +438,15 @@ def test_a_long_row_of_copies_does_not_end_the_engine(
     assert one.settles()
 
 
-def test_a_worker_that_never_ends_a_copy_ends_the_engine(
-    make: Callable[..., TierNode], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_never_ends_a_copy_ends_the_engine(one: TierNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "LONGEST_SECONDS", 0.1)
-    one = make()
     one.copier.is_stuck = True
     one.compute_alone(PREFILL_ID)
     with pytest.raises(RuntimeError, match="has not copied blocks"):
         one.step_until(lambda: not one.tier.is_copying)
 
 
-def test_blocks_are_free_when_the_last_of_several_workers_has_ended_their_copy(make: Callable[..., TierNode]) -> None:
-    one = make()
+def test_blocks_are_free_when_the_last_of_several_workers_has_ended_their_copy(one: TierNode) -> None:
     two_workers = one.of(one.engine.scheduler, is_tier).connector_scheduler
     two_workers.config = two_workers.config._replace(num_workers=2)
     reports: list[Any] = []
@@ -500,9 +472,8 @@ def test_blocks_are_free_when_the_last_of_several_workers_has_ended_their_copy(m
     assert one.settles()
 
 
-def test_offers_that_give_way_are_stored_first(make: Callable[..., TierNode]) -> None:
+def test_offers_that_give_way_are_stored_first(one: TierNode) -> None:
     """Their blocks go to the next request when they are stored, and their prompts need not be computed again."""
-    one = make()
     one.copier.is_stuck = True
     names = [f"cmpl-o-0-aaaaaaa{number}" for number in range(USABLE // BLOCKS)]
     for place, name in enumerate(names):
@@ -518,8 +489,7 @@ def test_offers_that_give_way_are_stored_first(make: Callable[..., TierNode]) ->
     one.starts(LATER)
 
 
-def test_blocks_that_another_connector_has_not_loaded_are_not_kept(make: Callable[..., TierNode]) -> None:
-    one = make()
+def test_blocks_that_another_connector_has_not_loaded_are_not_kept(one: TierNode) -> None:
     one.compute_alone(PREFILL_ID)
     one.add(OTHER, None)
     one.step_until(lambda: OTHER in one.received)

@@ -182,38 +182,46 @@ def construct(engine_over: attention_engines.EngineOver) -> Construct:
     return make
 
 
-@pytest.mark.parametrize("scheduler", [None, Scheduler, AsyncScheduler, Counting, f"{__name__}.Counting"])
-def test_a_scheduler_that_calls_vllms_is_served(construct: Construct, scheduler: Any) -> None:
-    assert construct(scheduler=scheduler)
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        *({"scheduler": one} for one in (None, Scheduler, AsyncScheduler, Counting, f"{__name__}.Counting")),
+        {"role": "WORKER", "worker": "NamedWorker"},
+        *({"role": role, "connector": OwnConnector} for role in ("SCHEDULER", "WORKER")),
+    ],
+    ids=str,
+)
+def test_a_class_that_calls_vllms_is_served(construct: Construct, replaced: dict[str, Any]) -> None:
+    assert construct(**replaced)
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "words"),
+    ("replaced", "words"),
     [
-        (Forgetful, "Forgetful.add_request does not call super().add_request"),
-        (f"{__name__}.Forgetful", "Forgetful.add_request does not call super().add_request"),
-        (Foreign, "Foreign does not extend vllm.v1.core.sched.scheduler.Scheduler"),
+        # Its requests would have no lease, and a failed hand-over would pass for one that has succeeded.
+        *(
+            ({"scheduler": one}, "Forgetful.add_request does not call super().add_request")
+            for one in (Forgetful, f"{__name__}.Forgetful")
+        ),
+        ({"scheduler": Foreign}, "Foreign does not extend vllm.v1.core.sched.scheduler.Scheduler"),
+        # Its weights would not be compared.
+        (
+            {"role": "WORKER", "worker": "QuietWorker"},
+            "QuietWorker.get_kv_connector_handshake_metadata does not call",
+        ),
+        *(
+            ({"role": role, "connector": GreedyConnector}, "GreedyConnector.get_num_new_matched_tokens does not call")
+            for role in ("SCHEDULER", "WORKER")
+        ),
     ],
+    ids=str,
 )
-def test_a_scheduler_that_does_not_is_refused(construct: Construct, scheduler: Any, words: str) -> None:
-    """Its requests would have no lease, and a failed hand-over would pass for one that has succeeded."""
+def test_a_class_that_replaces_what_is_patched_is_refused(
+    construct: Construct, replaced: dict[str, Any], words: str
+) -> None:
     with pytest.raises(StartRefused) as refused:
-        construct(scheduler=scheduler)
+        construct(**replaced)
     assert words in str(refused.value) and "Call super()" in str(refused.value)
-
-
-def test_a_worker_that_hides_its_handshake_is_refused(construct: Construct) -> None:
-    """Its weights would not be compared."""
-    assert construct("WORKER", worker="NamedWorker")
-    with pytest.raises(StartRefused, match="QuietWorker.get_kv_connector_handshake_metadata does not call"):
-        construct("WORKER", worker="QuietWorker")
-
-
-@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
-def test_a_connector_that_replaces_what_is_patched_is_refused(construct: Construct, role: str) -> None:
-    assert construct(role, connector=OwnConnector)
-    with pytest.raises(StartRefused, match="GreedyConnector.get_num_new_matched_tokens does not call"):
-        construct(role, connector=GreedyConnector)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

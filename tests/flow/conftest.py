@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each flow is watched: a request whose KV is asked for goes from stage to stage as it may."""
+"""Each flow is watched: a request whose KV is asked for goes from stage to stage as it may, and nothing is left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.flow_pair import Pair, nothing_is_left_of_any
 
 from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
 
@@ -35,3 +36,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Wanted, "__setattr__", write)
     yield
     assert not [(before.name, after.name) for before, after in moves if after not in NEXT[before]]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    Pair.made.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    found = yield
+    nothing_is_left_of_any()
+    return found

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from support.flow_asking import DIRECTIONS, OTHER, POLICIES, PULL, PUSH, Asks, is_fetched, prompt
+from support.flow_asking import DIRECTIONS, OTHER, POLICIES, PULL, PUSH, Asks, is_fetched
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
-from support.flow_pair import PROMPT, is_computed, kind
+from support.flow_pair import BLOCKS_EACH, PROMPT, is_computed, kind, prompt
 
 from kvcached_nixl.wire.question import Outcome
-
-BLOCKS_EACH = 5
 
 # ------------------------------------------------------------------------------------------------- one that goes well
 
@@ -129,37 +128,28 @@ def test_equal_prompts_are_asked_for_once(mode: str) -> None:
     pair.nothing_is_left(LEASE_SECONDS)
 
 
-@DIRECTIONS
-@STAGES
-def test_of_equal_prompts_the_first_one_leaves(mode: str, stage: Callable[[Asks, Request], None]) -> None:
-    pair = Asks(mode)
-    first = pair.arrives()
-    found = [pair.arrives() for _ in range(2)]
-    stage(pair, first)
-    pair.decode.abort(first)
-    pair.decode.admits = True
-    pair.serve()
-    assert all(one.status is Status.STOPPED for one in found) and not pair.causes()
-    pair.nothing_is_left(2 * LEASE_SECONDS)
-
-
 # --------------------------------------------------------------------------------------------------- clients that leave
 
 
 @DIRECTIONS
 @STAGES
 @POLICIES
+@pytest.mark.parametrize("num_equal", [0, 2])
 def test_a_client_that_leaves_leaves_nothing(
-    mode: str, stage: Callable[[Asks, Request], None], recomputes: bool
+    mode: str, stage: Callable[[Asks, Request], None], recomputes: bool, num_equal: int
 ) -> None:
+    """Those with an equal prompt are served."""
     pair = Asks(mode, recomputes=recomputes)
     first = pair.arrives()
+    found = [pair.arrives() for _ in range(num_equal)]
     stage(pair, first)
     pair.decode.abort(first)
-    assert first.status is Status.ABORTED and not pair.asked
+    assert first.status is Status.ABORTED and (found or not pair.asked)
     pair.decode.admits = True
+    if found:
+        pair.serve()
     pair.nothing_is_left(2 * LEASE_SECONDS)
-    assert not pair.causes()
+    assert all(one.status is Status.STOPPED for one in found) and not pair.causes()
 
 
 @DIRECTIONS
@@ -180,44 +170,28 @@ def test_what_is_answered_for_a_client_that_left_is_not_kept_for_a_lease(mode: s
 @DIRECTIONS
 @STAGES
 @POLICIES
-@pytest.mark.parametrize("restarts", [False, True])
-def test_the_only_server_dies(
-    mode: str, stage: Callable[[Asks, Request], None], recomputes: bool, restarts: bool
-) -> None:
-    pair = Asks(mode, recomputes=recomputes)
+@pytest.mark.parametrize("then", ["nothing else", "it restarts", "there is another one"])
+def test_a_server_dies(mode: str, stage: Callable[[Asks, Request], None], recomputes: bool, then: str) -> None:
+    is_alone, restarts = then != "there is another one", then == "it restarts"
+    pair = Asks(mode, *(() if is_alone else ("q",)), recomputes=recomputes)
     found = pair.arrives()
+    server = pair.asked[0].server
     stage(pair, found)
     if restarts:
         pair.prefill = pair.cluster.restart(pair.prefill)
     else:
-        pair.cluster.kill(pair.prefill)
+        pair.cluster.kill(server)
     pair.decode.admits = True
     pair.serve()
     pair.pass_time(TIMEOUT_SECONDS)
     came = stage in (stage_come, stage_running)
-    assert found.status is (Status.STOPPED if recomputes or came or restarts else Status.ERROR)
+    assert found.status is (Status.STOPPED if recomputes or came or then != "nothing else" else Status.ERROR)
+    assert is_alone or is_fetched(found)
     if restarts:
         assert recomputes or found.num_external, "it is waited for"
         again = pair.arrives(prompt(1))
         pair.settle()
         assert is_fetched(again), "it is asked again"
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
-
-
-@DIRECTIONS
-@STAGES
-@POLICIES
-def test_one_of_two_servers_dies(mode: str, stage: Callable[[Asks, Request], None], recomputes: bool) -> None:
-    pair = Asks(mode, "q", recomputes=recomputes)
-    found = pair.arrives()
-    server = pair.asked[0].server
-    stage(pair, found)
-    pair.cluster.kill(server)
-    pair.decode.admits = True
-    pair.serve()
-    pair.pass_time(TIMEOUT_SECONDS)
-    assert is_fetched(found)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 # ------------------------------------------------------------------------------------------------------- wrong answers
@@ -245,7 +219,6 @@ def test_garbage(mode: str, said: Any, others: tuple[str, ...]) -> None:
     pair.serve()
     pair.pass_time(TIMEOUT_SECONDS)
     assert is_fetched(found), "another server is asked, or the same one if there is no other"
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -267,7 +240,6 @@ def test_parameters_of_another_prompt(mode: str, recomputes: bool, others: tuple
     pair.serve()
     pair.pass_time(TIMEOUT_SECONDS)
     assert is_fetched(second) and (leaves or is_fetched(first))
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 # --------------------------------------------------------------------------------------------------------- busy servers
@@ -286,7 +258,6 @@ def test_a_busy_server_is_waited_for_and_the_client_may_leave_meanwhile(mode: st
     pair.pass_time(15.0)
     pair.serve()
     assert is_fetched(second) and not pair.causes()
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -313,7 +284,6 @@ def test_where_prefill_is_required_a_request_waits_for_one_that_lives(
         pair.prefill = pair.cluster.engine(name)
     pair.pass_time(TIMEOUT_SECONDS)
     assert is_fetched(found)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 # ------------------------------------------------------------------------------------------- those that wait too long
@@ -346,7 +316,6 @@ def test_one_that_waits_too_long_to_be_asked_for_is_refused(mode: str, recompute
     pair.serve()
     pair.pass_time(QUEUE_SECONDS)
     assert all(map(is_fetched, (*asked[:1], later))) and all(map(is_computed, asked[1:]))
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 def test_one_that_waits_for_busy_servers_is_refused_and_says_when_to_try_again(
@@ -385,7 +354,6 @@ def test_by_priority(mode: str, recomputes: bool) -> None:
     pair.serve()
     pair.pass_time(TIMEOUT_SECONDS)
     assert all(map(is_fetched, (first, *later)))
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -414,29 +382,35 @@ def test_a_request_without_any_room_ends(mode: str, recomputes: bool) -> None:
     pair.pass_time(200.0)
     assert all(one.status is Status.ERROR for one in found) and pair.causes() == {"no_blocks": 3}
     pair.decode.pool.limit_blocks = None
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
 @STAGES
-@pytest.mark.parametrize("who", ["p", "d", "both"])
-@pytest.mark.parametrize("is_known", [False, True])
-def test_weights_change(mode: str, stage: Callable[[Asks, Request], None], who: str, is_known: bool) -> None:
+@pytest.mark.parametrize(
+    ("who", "kind_of_change"),
+    [*itertools.product(["p", "d", "both"], ["told", "untold"]), ("both", "adapter")],
+    ids="-".join,
+)
+def test_weights_or_an_adapter_change(
+    mode: str, stage: Callable[[Asks, Request], None], who: str, kind_of_change: str
+) -> None:
     """Whatever the stage, the bytes are those of the weights that decode has."""
     pair = Asks(mode)
-    found = pair.arrives(max_tokens=8)
+    adapter = int(kind_of_change == "adapter")
+    found = pair.arrives(max_tokens=8, adapter=adapter)
     stage(pair, found)
     for name, engine in (("p", pair.prefill), ("d", pair.decode)):
-        if who in (name, "both"):
-            engine.update(OTHER, is_known=is_known)
+        if adapter:
+            engine.load_again(adapter)
+        elif who in (name, "both"):
+            engine.update(OTHER, is_known=kind_of_change == "told")
     pair.decode.admits = True
     pair.serve()
     pair.pass_time(TIMEOUT_SECONDS)
     assert found.status is Status.STOPPED
-    again = pair.arrives(prompt(1))
+    again = pair.arrives(prompt(1), adapter=adapter)
     pair.pass_time(TIMEOUT_SECONDS)
     assert is_fetched(again) if who == "both" else is_computed(again)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -447,25 +421,6 @@ def test_a_prefill_of_another_model_is_asked_in_vain(mode: str) -> None:
     found = [pair.arrives(prompt(seed)) for seed in range(4)]
     pair.pass_time(TIMEOUT_SECONDS)
     assert all(map(is_fetched, found)) and "refused" in pair.causes()
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
-
-
-@DIRECTIONS
-@STAGES
-def test_an_adapter_is_loaded_again(mode: str, stage: Callable[[Asks, Request], None]) -> None:
-    pair = Asks(mode)
-    found = pair.arrives(max_tokens=8, adapter=1)
-    stage(pair, found)
-    for engine in (pair.prefill, pair.decode):
-        engine.load_again(1)
-    pair.decode.admits = True
-    pair.serve()
-    pair.pass_time(TIMEOUT_SECONDS)
-    assert found.status is Status.STOPPED
-    again = pair.arrives(prompt(1), adapter=1)
-    pair.pass_time(TIMEOUT_SECONDS)
-    assert is_fetched(again)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -480,7 +435,6 @@ def test_two_that_ask_each_other(mode: str, recomputes: bool, num_blocks: int) -
     pair.pass_time(0.0 if num_blocks == 100 else 10 * TIMEOUT_SECONDS)
     assert all(one.status.is_finished for one in found)
     assert num_blocks < 100 or (all(map(is_fetched, found)) and not pair.causes())
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -516,6 +470,7 @@ def test_a_full_decode_engine_costs_another_one_nothing() -> None:
         pair.pass_time(1.0)
     assert all(map(is_fetched, found)) and pair.clock.now_seconds() < begun + 10
     assert not any(one.status.is_finished for one in left)
+    pair.decode.admits = True
 
 
 @DIRECTIONS
@@ -527,4 +482,3 @@ def test_a_server_that_vanishes_is_given_up(mode: str) -> None:
     pair.pass_time(2 * TIMEOUT_SECONDS)
     assert all(map(is_fetched, found)) and not pair.asked
     pair.cluster.come_back(pair.prefill)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)

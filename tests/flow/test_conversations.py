@@ -6,11 +6,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.flow_asking import DIRECTIONS, POLICIES, Asks, is_fetched, prompt
+from support.flow_asking import DIRECTIONS, POLICIES, Asks, is_fetched
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Engine, Request, Status
 from support.flow_memory import Shape
-from support.flow_pair import is_computed, kind
+from support.flow_pair import is_computed, kind, prompt
 
 from kvcached_nixl.scheduler.asking import local, questions
 from kvcached_nixl.wire.handshake import Tensors, Weights
@@ -74,7 +74,6 @@ def test_the_next_turn_comes_from_whoever_has_the_last_one(mode: str, recomputes
     assert fourth.told_cached == whole_blocks(third)
     here = second.num_prompt_tokens // BLOCK * BLOCK
     assert here + fourth.num_external == fourth.num_prompt_tokens, "what x has is not moved again: y had asked it"
-    several.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -83,7 +82,6 @@ def test_at_home_it_is_computed(mode: str) -> None:
     first = several.takes_turn(prompt(1), "x")
     second = several.takes_turn(after(first), "x")
     assert is_fetched(first) and is_computed(second) and counts(several.servers["x"]) == {Computed.CACHED: 1}
-    several.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 def first_turn(several: Several) -> tuple[Request, str, str]:
@@ -171,7 +169,6 @@ def test_whatever_happens_to_an_offer_without_a_step(mode: str, happens: str) ->
         several.arrives(prompt(9) * 8, engine=x, max_tokens=6)
     several.pass_time(2 * (LEASE_SECONDS + TIMEOUT_SECONDS))
     assert found.status is (Status.ABORTED if happens == "leaves" else Status.STOPPED)
-    several.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 def weights(number: int) -> Weights:

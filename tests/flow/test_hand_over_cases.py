@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS
-from support.flow_engine import Kind, Request, Status
+from support.flow_engine import Engine, Kind, Request, Status
 from support.flow_memory import Shape
 from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, is_right, kind
 from support.flow_schedule import SHAPES, Defects
@@ -45,6 +45,7 @@ from kvcached_nixl.worker.transfer.staging import Held
 from kvcached_nixl.worker.transfer.transfer_queue import Budget
 
 BYTES_PER_TOKEN = 2 * 2 * 8
+POLICIES = pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
 
 
 @pytest.fixture(params=[PULL, PUSH], ids=["pull", "push"])
@@ -66,18 +67,24 @@ def arrives(pair: Pair, found: Request, num_external: int = len(PROMPT)) -> None
     """The request finishes with so many tokens from prefill. No hand-over fails, and nothing is left behind."""
     pair.settle()
     assert is_right(found, num_external) and not pair.causes()
-    pair.nothing_is_left()
+
+
+def registered(pair: Pair, prompt: tuple[int, ...] = PROMPT) -> tuple[Request, list[Posted]]:
+    """Returns a request of decode that has registered before prefill wrote, and what it has sent for that."""
+    found = pair.ask_decode(pair.meet(), prompt)
+    pair.decode.step()
+    pair.turn()
+    return found, pair.messages(Registration)
 
 
 def in_flight(pair: Pair, prompt: tuple[int, ...] = PROMPT, **request: Any) -> Request:
     """Returns a request of decode whose KV is in flight: a READ, or prefill's WRITEs."""
     pair.acquaint()
-    upstream = pair.ask_prefill(prompt)
     if pair.cluster.pushes:
+        pair.ask_prefill(prompt)
         found = pair.ask_decode(pair.meet(), prompt, **request)
     else:
-        pair.settle()
-        found = pair.ask_decode(upstream.answer, prompt, **request)
+        found = pair.ask_decode(pair.offered(prompt), prompt, **request)
     pair.until_posted()
     return found
 
@@ -168,14 +175,11 @@ def test_a_step_s_blocks_travel_while_the_next_computes() -> None:
 def test_a_full_prefix_hit_frees_prefill_at_once(pair: Pair) -> None:
     """No byte moves, and prefill does not wait until its lease ends."""
     pair.ask_decode(None, PROMPT[:17])
-    upstream = pair.ask_prefill(PROMPT[:16])
-    pair.settle()
-    found = pair.ask_decode(upstream.answer, PROMPT[:17])
+    found = pair.ask_decode(pair.offered(PROMPT[:16]), PROMPT[:17])
     pair.settle()
     assert is_right(found, 0) and not pair.causes()
     assert not pair.prefill.requests
     assert not any(worker.agent.posted for engine in pair.cluster.engines for worker in engine.workers)
-    pair.nothing_is_left()
 
 
 # ------------------------------------------------------------------------------------------ aborted requests
@@ -189,8 +193,7 @@ def test_prefill_that_is_aborted_fails_the_request_and_waits_for_its_writes(chun
     found = pair.ask_decode(pair.meet())
     pair.settle()
     upstream = pair.ask_prefill(max_tokens=9)
-    for _ in range(chunks):
-        pair.round()
+    pair.round(chunks)
     pair.prefill.abort(upstream)
     pair.round()
     if chunks:
@@ -198,43 +201,28 @@ def test_prefill_that_is_aborted_fails_the_request_and_waits_for_its_writes(chun
     pair.settle()
     assert found.status is Status.ERROR and not pair.prefill.requests
     assert pair.causes() == {"stopped": 1}
-    pair.nothing_is_left()
 
 
-def test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight(pair: Pair) -> None:
-    """vllm#48633, C1: bytes in flight would be written into blocks of another request."""
+@POLICIES
+def test_decode_that_is_aborted_keeps_blocks_until_nothing_is_in_flight(pair: Pair, recomputes: bool) -> None:
+    """vllm#48633, C1: bytes in flight would be written into blocks of another request. Prefill keeps what is being
+    read, and then no lease has to expire."""
+    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(recomputes=recomputes))
     found = in_flight(pair)
     transfers = pair.transfers
     pair.decode.abort(found)
-    for _ in range(6):
-        pair.round()
+    pair.round(6)
     assert not pair.decode.requests and pair.decode.handover.engine.holds.num_blocks == 5
-    assert pair.decode.quarantined == 5
+    assert pair.decode.quarantined == 5 and pair.prefill.requests
     for posted in transfers:
         pair.wire.deliver(posted)
     # Cancelled transfers are polled from time to time.
     pair.pass_time(1)
     assert not pair.decode.handover.engine.holds.num_blocks and not pair.decode.quarantined
+    assert not pair.prefill.requests
     before = len(pair.prefill.workers[0].agent.posted)
     pair.settle()
     assert len(pair.prefill.workers[0].agent.posted) == before, "something is written after the withdrawal"
-    pair.nothing_is_left()
-
-
-@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
-def test_decode_that_is_aborted_frees_prefill_when_nothing_is_in_flight(pair: Pair, recomputes: bool) -> None:
-    """No lease has to expire. Until then, prefill keeps what is being read."""
-    pair = Pair(pair.cluster.settings.transfer_mode, None, kind(recomputes=recomputes))
-    found = in_flight(pair)
-    transfers = pair.transfers
-    pair.decode.abort(found)
-    for _ in range(6):
-        pair.round()
-    assert pair.prefill.requests
-    for posted in transfers:
-        pair.wire.deliver(posted)
-    pair.pass_time(1)
-    assert not pair.prefill.requests
     pair.nothing_is_left(0)
 
 
@@ -243,10 +231,7 @@ def test_a_withdrawal_that_overtakes_its_registration_wins(push: Pair) -> None:
     push.acquaint()
     push.ask_prefill()
     push.settle()
-    found = push.ask_decode(push.meet())
-    push.decode.step()
-    push.turn()
-    (registration,) = push.messages(Registration)
+    found, (registration,) = registered(push)
     push.decode.abort(found)
     push.decode.step()
     push.turn()
@@ -262,7 +247,6 @@ def test_a_withdrawal_that_overtakes_its_registration_wins(push: Pair) -> None:
     push.wire.deliver(registration)
     push.pass_time(LEASE_SECONDS)
     assert len(push.prefill.workers[0].agent.posted) == before
-    push.nothing_is_left()
 
 
 def test_the_client_hears_at_once_though_blocks_are_held(pair: Pair) -> None:
@@ -271,12 +255,10 @@ def test_the_client_hears_at_once_though_blocks_are_held(pair: Pair) -> None:
     found = in_flight(pair)
     pair.clock.advance(TIMEOUT_SECONDS)
     pair.until(found, Status.ERROR)
-    for _ in range(3):
-        pair.round()
+    pair.round(3)
     assert pair.causes() == {"deadline": 1} and pair.decode.quarantined == 5
     pair.pass_time(1)
     assert pair.decode.quarantined == 0
-    pair.nothing_is_left()
 
 
 # -------------------------------------------------------------------------------------------------------- preemptions
@@ -300,8 +282,7 @@ def test_a_preempted_request_keeps_its_old_blocks_while_they_are_read_and_goes_o
     pair, found, upstream = pushing()
     pair.until_posted()
     preempt(pair, upstream)
-    for _ in range(8):
-        pair.round()
+    pair.round(8)
     assert len(holds_of(pair.prefill.handover)) == 1, "a WRITE reads its old blocks"
     assert upstream.status is Status.STOPPED
     pair.settle()
@@ -322,7 +303,6 @@ def test_blocks_that_decode_never_asks_for_are_free_after_the_lease(pair: Pair) 
     found = pair.ask_decode(upstream.answer)
     pair.settle()
     assert found.status is Status.STOPPED and not found.num_external and pair.causes() == {"lease": 1}
-    pair.nothing_is_left()
 
 
 def test_a_lease_lasts_while_decode_waits_for_blocks_and_shelters_no_other(pair: Pair) -> None:
@@ -355,7 +335,6 @@ def test_a_lease_that_ends_while_its_blocks_are_written_keeps_them_until_that_ha
     assert push.prefill.requests, "a WRITE reads its blocks"
     push.settle()
     assert is_right(found) and not push.prefill.requests
-    push.nothing_is_left()
 
 
 # ------------------------------------------------------------------------------ peers that die, vanish or restart
@@ -371,11 +350,10 @@ def test_prefill_that_dies_fails_the_request_soon(pair: Pair, moment: str) -> No
     else:
         pair.settle()
         found = pair.ask_decode(upstream.answer)
-    if moment == "asked":
-        for _ in range(3):
-            pair.decode.step()
-            pair.turn()
-    else:
+    for _ in range(3 * (moment == "asked")):
+        pair.decode.step()
+        pair.turn()
+    if moment != "asked":
         pair.until_posted()
     if moment == "arrived":
         for posted in pair.transfers:
@@ -397,14 +375,12 @@ def test_workers_that_outlive_their_engine_for_a_moment_write_into_blocks_that_a
     assert push.causes() == {"lost": 1}
     for _ in range(int(UNHEARD_SECONDS / REPEAT_SECONDS) - 1):
         push.clock.advance(REPEAT_SECONDS)
-        for _ in range(6):
-            push.round()
+        push.round(6)
     assert push.decode.quarantined == 5
     push.wire.deliver(write)
     push.cluster.kill(push.prefill)
     push.pass_time(2 * REPEAT_SECONDS)
     assert push.decode.quarantined == 0
-    push.nothing_is_left()
 
 
 def test_workers_whose_engine_was_replaced_write_into_blocks_that_are_held(push: Pair) -> None:
@@ -428,7 +404,6 @@ def test_workers_whose_engine_was_replaced_write_into_blocks_that_are_held(push:
     for worker in workers:
         assert worker.agent_name in push.wire.agents, "it lives"
     push.cluster.kill(before)
-    push.nothing_is_left()
 
 
 @pytest.mark.parametrize("end", ["it comes back", "it was started again", "it has ended"])
@@ -464,7 +439,6 @@ def test_prefill_whose_host_is_gone_without_a_word(pair: Pair, end: str) -> None
         pair.cluster.kill(pair.prefill)
     pair.pass_time(REPEAT_SECONDS * 3)
     assert pair.decode.quarantined == 0
-    pair.nothing_is_left()
 
 
 @pytest.mark.parametrize("end", ["it comes back", "it is killed", "its host is gone"])
@@ -497,23 +471,20 @@ def test_an_idle_decode_whose_host_is_gone_costs_prefill_its_blocks_for_a_while(
     pair.ask_prefill()
     pair.settle()
     pair.cluster.vanish(pair.decode)
-    pair.nothing_is_left()
 
 
 def test_a_prefill_that_was_started_again_is_another_one(pair: Pair) -> None:
     """It has the same id and address. What the old one announced is not used, and the new one gets a handshake."""
     pair.acquaint()
-    upstream = pair.ask_prefill()
-    pair.settle()
+    offered = pair.offered()
     pair.prefill = pair.cluster.restart(pair.prefill)
-    late = pair.ask_decode(upstream.answer)
+    late = pair.ask_decode(offered)
     pair.settle()
     assert late.status is Status.STOPPED and not late.num_external
     assert set(pair.causes()) <= {"restarted", "lost"}
     # The new request has the same blocks as the old one.
     found = pair.hand_over(tuple(reversed(PROMPT)))
     assert is_right(found) and sum(pair.causes().values()) == 1
-    pair.nothing_is_left()
 
 
 # ------------------------------------------------------------------------------------------------------- handshakes
@@ -537,16 +508,13 @@ def refuse_answers(pair: Pair, host: str, times: int) -> None:
 @pytest.mark.parametrize("times", [HANDSHAKE_TRIES - 1, HANDSHAKE_TRIES])
 def test_a_prefill_that_does_not_answer_at_once_is_asked_again(pair: Pair, times: int) -> None:
     """Prefill is stopped for a while. If it never answers, the request fails."""
-    upstream = pair.ask_prefill()
-    pair.settle()
-    found = pair.ask_decode(upstream.answer)
+    found = pair.ask_decode(pair.offered())
     refuse_answers(pair, "host-p", times)
     pair.settle()
     if times < HANDSHAKE_TRIES:
         assert is_right(found) and not pair.causes()
     else:
         assert found.status is Status.STOPPED and not found.num_external and pair.causes() == {"unreachable": 1}
-    pair.nothing_is_left()
 
 
 def test_a_handshake_that_hangs_holds_up_nobody_else(pair: Pair) -> None:
@@ -565,7 +533,6 @@ def test_a_handshake_that_hangs_holds_up_nobody_else(pair: Pair) -> None:
     assert is_right(fine) and stuck.status is Status.REMOTE
     pair.settle()
     assert is_right(stuck) and not pair.causes()
-    pair.nothing_is_left()
 
 
 # ----------------------------------------------------------------------------- messages and transfers that go astray
@@ -580,8 +547,7 @@ def test_decode_goes_on_when_every_write_has_arrived(push: Pair) -> None:
     found = push.ask_decode(push.meet())
     *earlier, last = push.until_posted(2)
     push.wire.deliver(last)
-    for _ in range(6):
-        push.round()
+    push.round(6)
     assert found.status is Status.REMOTE
     for posted in earlier:
         push.wire.deliver(posted)
@@ -591,16 +557,12 @@ def test_decode_goes_on_when_every_write_has_arrived(push: Pair) -> None:
 def test_a_registration_that_is_lost_fails_at_the_deadline(push: Pair) -> None:
     push.acquaint()
     push.ask_prefill()
-    found = push.ask_decode(push.meet())
-    push.decode.step()
-    push.turn()
-    (registration,) = push.messages(Registration)
+    found, (registration,) = registered(push)
     push.wire.drop(registration)
     push.pass_time(TIMEOUT_SECONDS - 1)
     assert found.status is Status.REMOTE
     push.pass_time(4)
     assert found.status is Status.STOPPED and push.causes() == {"deadline": 1}
-    push.nothing_is_left()
 
 
 def test_a_rank_that_fails_ends_the_attempt_on_all_of_them() -> None:
@@ -608,17 +570,13 @@ def test_a_rank_that_fails_ends_the_attempt_on_all_of_them() -> None:
     pair = Pair(PUSH, None, kind(tp_size=2))
     pair.acquaint()
     pair.ask_prefill()
-    found = pair.ask_decode(pair.meet())
-    pair.decode.step()
-    pair.turn()
-    lost, heard = pair.messages(Registration)
+    found, (lost, _) = registered(pair)
     pair.wire.drop(lost)
     (write,) = pair.until_posted()
     pair.wire.fail(write)
     pair.pass_time(REPEAT_SECONDS + 1)
     assert found.status is Status.STOPPED and pair.causes() == {"lost": 1}
     assert pair.decode.quarantined == 0
-    pair.nothing_is_left()
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (1, 2), (2, 1)], ids=["2 to 2", "1 to 2", "2 to 1"])
@@ -628,8 +586,7 @@ def test_a_rank_whose_message_that_it_has_stopped_is_lost_is_asked_again(ranks: 
     pair.acquaint()
     found = pair.ask_decode(pair.meet())
     pair.until(found, Status.REMOTE)
-    for _ in range(3):
-        pair.round()
+    pair.round(3)
     pair.decode.abort(found)
     while not pair.messages(Stopped):
         for posted in pair.messages(Registration, Withdrawal):
@@ -638,12 +595,10 @@ def test_a_rank_whose_message_that_it_has_stopped_is_lost_is_asked_again(ranks: 
         pair.decode.step()
     lost = pair.messages(Stopped)[-1]
     pair.wire.drop(lost)
-    for _ in range(5):
-        pair.round()
+    pair.round(5)
     assert pair.decode.quarantined == 5 and pair.decode.handover.engine.holds.num_blocks == 5
     pair.pass_time(REPEAT_SECONDS + 1)
     assert pair.decode.quarantined == 0
-    pair.nothing_is_left()
 
 
 def test_a_transfer_that_has_failed_is_idle_when_its_peer_was_removed(pair: Pair) -> None:
@@ -659,33 +614,24 @@ def test_a_transfer_that_has_failed_is_idle_when_its_peer_was_removed(pair: Pair
         assert not pair.wire.rests, "blocks are given back, and a failed transfer may still write them"
     assert found.status is not Status.REMOTE
     pair.settle()
-    pair.nothing_is_left()
 
 
-def test_blocks_are_held_for_what_the_host_has_buffered_of_a_write_that_has_failed(push: Pair) -> None:
-    """Prefill says so over another connection, which may overtake it."""
+@pytest.mark.parametrize("is_answer_lost", [False, True])
+def test_blocks_are_held_for_what_the_host_has_buffered_of_a_write_that_has_failed(
+    push: Pair, is_answer_lost: bool
+) -> None:
+    """Prefill says so over another connection, which may overtake it. Who asks again is told that it has failed."""
     found = in_flight(push)
     push.wire.fail(push.transfers[0])
+    if is_answer_lost:
+        while not push.messages(Stopped):
+            push.turn()
+        push.wire.drop(push.messages(Stopped)[0])
+        push.decode.abort(found)
     push.pass_time(1.0)
-    assert push.causes() == {"lost": 1} and push.decode.quarantined == 5
+    assert push.causes() == ({} if is_answer_lost else {"lost": 1}) and push.decode.quarantined == 5
     push.pass_time(3 * DEAD_SECONDS)
-    assert push.decode.quarantined == 0 and found.status is Status.STOPPED
-    push.nothing_is_left()
-
-
-def test_who_asks_again_whether_a_failed_write_has_stopped_is_told_that_it_failed(push: Pair) -> None:
-    """The first answer was lost."""
-    in_flight(push)
-    push.wire.fail(push.transfers[0])
-    while not push.messages(Stopped):
-        push.turn()
-    push.wire.drop(push.messages(Stopped)[0])
-    push.decode.abort(next(iter(push.decode.requests.values())))
-    push.settle()
-    assert push.decode.quarantined == 5
-    push.pass_time(3 * DEAD_SECONDS)
-    assert push.decode.quarantined == 0
-    push.nothing_is_left()
+    assert push.decode.quarantined == 0 and found.status.is_finished
 
 
 @pytest.mark.parametrize("end", ["nobody listens", "it was started again"])
@@ -700,37 +646,29 @@ def test_a_client_hears_at_once_that_the_prefill_whose_kv_is_read_is_gone(pull: 
         pull.cluster.engine("p", before.kind)
     pull.pass_time(2 * LOOK_SECONDS)
     assert found.status is Status.STOPPED and pull.causes() == {"lost": 1} and pull.decode.quarantined == 5
-
-
-def is_idle_once_removed(pair: Pair, transfer: Posted, request: Request) -> None:
-    """Fails a transfer whose remaining bytes arrive until its peer is removed. Blocks must be freed only after that."""
-    pair.wire.fail(transfer, 0.3, rest=True)
-    for _ in range(8):
-        pair.round()
-    for rest in pair.wire.rests:
-        # `Cluster.watch` fails if the blocks have another owner by now.
-        pair.wire.land(rest)
-    pair.pass_time(1.0)
-    assert request.status is not Status.REMOTE
-    pair.nothing_is_left()
+    pull.cluster.kill(before)
 
 
 def test_one_clients_end_does_not_free_the_blocks_of_another(pull: Pair) -> None:
-    """One client leaves during its READ, decode checks whether prefill lives, and the other client's READ fails."""
+    """One client leaves during its READ, decode checks whether prefill lives, and the other client's READ fails, whose
+    remaining bytes arrive until its peer is removed."""
     pull.acquaint()
     prompts = (PROMPT, tuple(reversed(PROMPT)))
-    upstream = [pull.ask_prefill(prompt) for prompt in prompts]
-    pull.settle()
-    gone, found = (pull.ask_decode(one.answer, prompt) for one, prompt in zip(upstream, prompts, strict=True))
+    answers = [pull.offered(prompt) for prompt in prompts]
+    gone, found = (pull.ask_decode(*one) for one in zip(answers, prompts, strict=True))
     pull.until_posted(2)
     pull.decode.abort(gone)
-    for _ in range(3):
-        pull.round()
+    pull.round(3)
     pull.clock.advance(REPEAT_SECONDS + 1)
-    for _ in range(3):
-        pull.round()
+    pull.round(3)
     (transfer,) = [one for one in pull.transfers if found in pull.wire.meant[one][0]]
-    is_idle_once_removed(pull, transfer, found)
+    pull.wire.fail(transfer, 0.3, rest=True)
+    pull.round(8)
+    for rest in pull.wire.rests:
+        # `Cluster.watch` fails if the blocks have another owner by now.
+        pull.wire.land(rest)
+    pull.pass_time(1.0)
+    assert found.status is not Status.REMOTE
 
 
 @pytest.mark.parametrize("end", ["restarts", "vanishes and comes back"])
@@ -740,21 +678,15 @@ def test_a_prefill_of_two_names_that_is_gone_is_gone_by_both(pair: Pair, end: st
     by_alias = {"remote_host": "alias"}
     pair.cluster.listening["alias", own.port] = pair.prefill
     pair.acquaint()
-    upstream = pair.ask_prefill((1, 2, 3, 4, 5, 6))
-    pair.settle()
-    assert upstream.answer is not None
-    other = pair.ask_decode({**upstream.answer, **by_alias}, (1, 2, 3, 4, 5, 6))
+    short = (1, 2, 3, 4, 5, 6)
+    other = pair.ask_decode({**pair.offered(short), **by_alias}, short)
     pair.settle()
     assert is_right(other, 6)
     if pair.cluster.pushes:
         found = pair.ask_decode(pair.meet(transfer_id="t", **by_alias))
-        for _ in range(10):
-            pair.round()
+        pair.round(10)
     else:
-        upstream = pair.ask_prefill()
-        pair.settle()
-        assert upstream.answer is not None
-        found = pair.ask_decode({**upstream.answer, **by_alias})
+        found = pair.ask_decode({**pair.offered(), **by_alias})
         pair.until_posted()
     if end == "restarts":
         successor = pair.cluster.restart(pair.prefill)
@@ -784,8 +716,7 @@ def test_who_waits_for_blocks_that_are_in_quarantine_is_told_so(is_alone: bool) 
     pair.cluster.sharing |= {"host-p", "host-d"}
     large = tuple(range(1, 46))
     found = pair.ask_decode(pair.meet(transfer_id="t"), large)
-    for _ in range(10):
-        pair.round()
+    pair.round(10)
     pair.cluster.vanish(pair.prefill)
     behind = [] if is_alone else [pair.ask_decode(None, (5, 6, 7)) for _ in range(2)]
     pair.pass_time(TIMEOUT_SECONDS + 10)
@@ -800,7 +731,6 @@ def test_who_waits_for_blocks_that_are_in_quarantine_is_told_so(is_alone: bool) 
     pair.cluster.kill(pair.prefill)
     pair.pass_time(LOOK_SECONDS + 2 * DEAD_SECONDS + 5)
     assert pair.decode.quarantined == 0
-    pair.nothing_is_left()
 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["another host", "one host"])
@@ -822,7 +752,6 @@ def test_one_that_stood_still_changes_no_byte_of_what_others_got_meanwhile(shari
     push.pass_time(3 * REPEAT_SECONDS)
     assert push.decode.quarantined == 0
     assert is_right(push.hand_over(tuple(reversed(PROMPT))))
-    push.nothing_is_left()
 
 
 def test_a_transfer_that_cannot_be_posted_fails_the_request(pair: Pair) -> None:
@@ -834,23 +763,24 @@ def test_a_transfer_that_cannot_be_posted_fails_the_request(pair: Pair) -> None:
     assert found.status is Status.STOPPED and pair.causes() == {"lost": 1}
     mover.workers[0].agent.refuse_posts = False
     assert is_right(pair.hand_over(tuple(reversed(PROMPT))))
-    pair.nothing_is_left()
+
+
+def stranger(pair: Pair, to: Engine, *notifications: bytes) -> None:
+    """An agent that is no party to any hand-over sends these to an engine."""
+    agent, worker = pair.cluster.engine("s").workers[0].agent, to.workers[0]
+    agent.add_peer(worker.agent.metadata())
+    for notification in notifications:
+        agent.send(worker.agent_name, notification)
 
 
 def test_another_agent_cannot_withdraw(push: Pair) -> None:
     """Only the rank that registered may withdraw."""
     push.acquaint()
-    found = push.ask_decode(push.meet())
-    push.decode.step()
-    push.turn()
-    (posted,) = push.messages(Registration)
+    found, (posted,) = registered(push)
     registration = decode(posted.notification)
     assert isinstance(registration, Registration)
     push.settle()
-    stranger = push.cluster.engine("s")
-    agent = stranger.workers[0].agent
-    agent.add_peer(push.prefill.workers[0].agent.metadata())
-    agent.send(push.prefill.workers[0].agent_name, encode(Withdrawal(registration.attempt, registration.decode)))
+    stranger(push, push.prefill, encode(Withdrawal(registration.attempt, registration.decode)))
     push.settle()
     assert found.status is Status.REMOTE
     push.ask_prefill()
@@ -865,18 +795,12 @@ def test_what_another_agent_says_is_not_believed(push: Pair) -> None:
     found = push.ask_decode(push.meet())
     push.settle()
     (attempt,) = push.decode.attempts.keys() - earlier
-    agent = push.cluster.engine("s").workers[0].agent
-    agent.add_peer(push.decode.workers[0].agent.metadata())
     upstream = push.ask_prefill(name="cmpl-2-0")
     while upstream.answer is None:
         push.prefill.step()
     made = convert({**upstream.answer["kvcached_nixl"], "groups": []}, Manifest)
-    for message in (
-        Written(attempt, 0, 0, made),
-        Stopped(attempt, 0, 9, "so what", False),
-        Stopped(attempt, 5, 9, "?", False),
-    ):
-        agent.send(push.decode.workers[0].agent_name, encode(message))
+    said = Written(attempt, 0, 0, made), Stopped(attempt, 0, 9, "so what", False), Stopped(attempt, 5, 9, "?", False)
+    stranger(push, push.decode, *map(encode, said))
     push.settle()
     assert found.status is Status.REMOTE and push.dropped()["not a contributor"] == 3
     push.ask_prefill()
@@ -895,9 +819,7 @@ def test_what_another_agent_says_is_not_believed(push: Pair) -> None:
 def test_what_prefill_says_that_it_has_written_is_compared(push: Pair, what: dict[str, Any], cause: str) -> None:
     """Bytes that have arrived are not used unless the manifest in `Written` matches what decode requested."""
     push.acquaint()
-    upstream = push.ask_prefill()
-    push.settle()
-    found = push.ask_decode(upstream.answer)
+    found = push.ask_decode(push.offered())
     (write,) = push.until_posted()
     said = decode(write.notification)
     assert isinstance(said, Written) and said.manifest is not None
@@ -906,15 +828,12 @@ def test_what_prefill_says_that_it_has_written_is_compared(push: Pair, what: dic
     )
     push.settle()
     assert found.status is Status.STOPPED and not found.num_external and push.causes() == {cause: 1}
-    push.nothing_is_left()
 
 
 def test_rubbish_costs_nothing(pair: Pair) -> None:
     pair.acquaint()
-    agent = pair.cluster.engine("s").workers[0].agent
-    agent.add_peer(pair.prefill.workers[0].agent.metadata())
-    for notification in (b"", b"KVNX6:", b"KVNX6:" + b"\x91" * 2000, b"HB:\xff", b"req:1", b"\xff" * 100):
-        agent.send(pair.prefill.workers[0].agent_name, notification)
+    rubbish = (b"", b"KVNX6:", b"KVNX6:" + b"\x91" * 2000, b"HB:\xff", b"req:1", b"\xff" * 100)
+    stranger(pair, pair.prefill, *rubbish)
     with Defects() as defects:
         pair.settle()
     assert not defects.found and pair.dropped()["malformed"] == 5
@@ -973,16 +892,15 @@ WRONG: dict[str, tuple[Any, set[str]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+@POLICIES
 def test_wrong_parameters_cost_their_request(pair: Pair, case: str, recomputes: bool) -> None:
     """No byte is used, the request ends as the policy says, the cause is counted, and both engines continue."""
     pair = Pair(pair.cluster.settings.transfer_mode, None, kind(recomputes=recomputes))
     pair.acquaint()
-    upstream = pair.ask_prefill()
-    pair.settle()
+    offered = pair.offered()
     change, causes = WRONG[case]
     with Defects() as defects:
-        found = pair.ask_decode(change(upstream.answer))
+        found = pair.ask_decode(change(offered))
         pair.pass_time(TIMEOUT_SECONDS + 4)
     assert not defects.found
     if case == "no manifest" and pair.cluster.pushes:
@@ -994,19 +912,15 @@ def test_wrong_parameters_cost_their_request(pair: Pair, case: str, recomputes: 
         assert found.status is (Status.STOPPED if recomputes else Status.ERROR)
         assert len(pair.causes()) == 1 and set(pair.causes()) <= causes
     assert is_right(pair.hand_over(tuple(reversed(PROMPT))))
-    pair.nothing_is_left()
 
 
 @pytest.mark.parametrize(
     "prompt", [(*PROMPT[:7], 0, *PROMPT[8:]), PROMPT[:10], (0, *PROMPT)], ids=["another token", "shorter", "longer"]
 )
 def test_another_prompt_than_prefill_s_is_not_given_its_kv(pair: Pair, prompt: tuple[int, ...]) -> None:
-    upstream = pair.ask_prefill()
-    pair.settle()
-    found = pair.ask_decode(upstream.answer, prompt)
+    found = pair.ask_decode(pair.offered(), prompt)
     pair.settle()
     assert found.status is Status.STOPPED and not found.num_external and pair.causes() == {"digest": 1}
-    pair.nothing_is_left()
 
 
 def test_wrong_parameters_for_prefill_cost_no_answer(pair: Pair) -> None:
@@ -1016,7 +930,6 @@ def test_wrong_parameters_for_prefill_cost_no_answer(pair: Pair) -> None:
         pair.settle()
         assert upstream.status is Status.STOPPED and upstream.answer is None
     assert pair.causes(pair.prefill) == {"parameters": 2}
-    pair.nothing_is_left()
 
 
 # ------------------------------------------------------------------------------------------------- names and children
@@ -1050,13 +963,10 @@ def test_two_prompts_under_one_name_get_their_own_kv(push: Pair, by: str, order:
 def test_children_of_one_request_share_its_parameters(pair: Pair, children: int) -> None:
     """``n`` > 1: each child has a hand-over or computes its prompt; none of them hangs."""
     pair = Pair(pair.cluster.settings.transfer_mode, None, kind(caches_prefixes=False))
-    upstream = pair.ask_prefill()
-    pair.settle()
-    found = [pair.ask_decode(upstream.answer, name=f"{child}_cmpl-1-0") for child in range(children)]
+    found = [pair.ask_decode(pair.offered(), name=f"{child}_cmpl-1-0") for child in range(children)]
     pair.pass_time(GRACE_SECONDS + 1)
     assert [one.status for one in found] == [Status.STOPPED] * children
     assert any(one.num_external for one in found) and set(pair.causes()) <= {"lease"}
-    pair.nothing_is_left()
 
 
 # ---------------------------------------------------------------------------------------------------------- staging
@@ -1110,8 +1020,7 @@ def test_what_was_copied_of_a_pull_that_begins_anew_is_not_used(is_late: bool) -
         worker.copy()
         pair.round()
     preempt(pair, upstream)
-    for _ in range(2):
-        pair.round()
+    pair.round(2)
     assert not parked_of(worker.registry) and not upstream.status.is_finished
     worker.copy()
     pair.settle()
@@ -1124,13 +1033,12 @@ def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
     """Prefill's blocks become free and its engine lives, whatever a registration contains (R10)."""
     pair = Pair(PULL, kind(slots=SLOTS))
     pair.acquaint()
-    upstream = pair.ask_prefill(LONG)
-    pair.settle()
+    offered = pair.offered(LONG)
     worker = pair.prefill.workers[0]
     staging = worker.staging
     assert staging is not None and not parked_of(worker.registry), "it is larger than the slab"
     taken = staging.slots.take(staging.slots.available(Use.SENDING), Use.SENDING) if is_full else []
-    found = pair.ask_decode(upstream.answer, LONG)
+    found = pair.ask_decode(offered, LONG)
     while not pair.messages(Registration):
         pair.decode.step()
         pair.turn()
@@ -1139,13 +1047,11 @@ def test_a_registration_of_other_groups_costs_itself(is_full: bool) -> None:
     assert isinstance(said, Registration)
     twice = {"groups": said.groups * 2, "block_sizes": said.block_sizes * 2}
     posted.notification = encode(msgspec.structs.replace(said, **twice))
-    for _ in range(5):
-        pair.round()
+    pair.round(5)
     if is_full:
         staging.give_back(Held(Use.SENDING, "", 0, 0, (KernelBlockRange(0, tuple(map(KernelBlock, taken))),), taken, 0))
     pair.settle()
     assert not is_right(found, len(LONG)) and pair.causes() == {"range": 1}
-    pair.nothing_is_left()
 
 
 def test_slots_are_copied_when_every_rank_has_written() -> None:
@@ -1156,8 +1062,7 @@ def test_slots_are_copied_when_every_rank_has_written() -> None:
     found = pair.ask_decode(pair.meet())
     first, *_ = pair.until_posted(2)
     pair.wire.deliver(first)
-    for _ in range(3):
-        pair.round()
+    pair.round(3)
     assert not pair.decode.workers[0].copier.asked, "another rank has not written yet"
     arrives(pair, found)
 
@@ -1182,7 +1087,6 @@ def test_a_model_with_windows_is_handed_over(mode: TransferMode, sides: tuple[tu
         )
         pair.settle()
         assert is_right(found, len(LONG) - 1)
-    pair.nothing_is_left()
 
 
 @pytest.mark.parametrize("others", [PROMPT, LONG], ids=["fits", "larger than the slab"])
@@ -1202,7 +1106,6 @@ def test_what_a_vanished_host_may_still_write_does_not_keep_others_out(pair: Pai
     assert is_right(pair.hand_over(others), len(others))
     pair.cluster.come_back(prefill)
     pair.cluster.kill(prefill)
-    pair.nothing_is_left()
 
 
 def test_two_engines_whose_slabs_are_full_serve_each_other(pair: Pair) -> None:
@@ -1228,7 +1131,6 @@ def test_two_engines_whose_slabs_are_full_serve_each_other(pair: Pair) -> None:
     ]
     pair.settle()
     assert all(is_right(one, 16) for one in found)
-    pair.nothing_is_left()
 
 
 def test_a_copy_that_fails_costs_its_request(pair: Pair) -> None:
@@ -1241,4 +1143,3 @@ def test_a_copy_that_fails_costs_its_request(pair: Pair) -> None:
     found = pair.hand_over(tuple(range(60, 80)))
     assert is_right(found, 0)
     assert pair.causes() == {"defect": 1}
-    pair.nothing_is_left()

@@ -4,23 +4,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
-from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, kind
+from support.flow_pair import BLOCKS_EACH, DIRECTIONS, PROMPT, PULL, PUSH, Pair, is_computed, is_right, kind, prompt
 
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import RevocationCause
 
 PATIENCE = Settings.give_way_after_seconds
-BLOCKS_EACH = 5
-"""Blocks of `PROMPT`, and of `prompt`."""
-
-
-def prompt(seed: int) -> tuple[int, ...]:
-    return tuple(100 * seed + token for token in PROMPT)
 
 
 def pass_time(pair: Pair, seconds: float) -> None:
@@ -45,6 +40,14 @@ def revoked(pair: Pair) -> dict[str, int]:
     return {RevocationCause(cause).label: count for cause, count in pair.prefill.revoked.items()}
 
 
+def all_are_fetched_but(num_first: int, pair: Pair, kept: Iterable[Request]) -> None:
+    """Decode comes for what was offered, oldest first. The first ones are recomputed, at once."""
+    for place, one in enumerate(kept):
+        found = pair.ask_decode(one.answer, one.prompt)
+        pair.settle()
+        assert is_computed(found) if place < num_first else is_right(found), place
+
+
 @DIRECTIONS
 @pytest.mark.parametrize("num_waiting", [1, 2])
 def test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_offers(mode: TransferMode, num_waiting: int) -> None:
@@ -56,13 +59,8 @@ def test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_offers(mode: T
     pass_time(pair, 1.0)
     assert all(one.status is Status.STOPPED and one.answer for one in new)
     assert revoked(pair) == {"blocks": num_waiting}, "and no more than are needed"
-    for place, one in enumerate([*kept, *new]):
-        found = pair.ask_decode(one.answer, one.prompt)
-        pair.settle()
-        assert found.status is Status.STOPPED
-        assert bool(found.num_external) == (place >= num_waiting), "the oldest ones are recomputed, at once"
+    all_are_fetched_but(num_waiting, pair, [*kept, *new])
     assert pair.causes() == {"lease": num_waiting}
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -81,9 +79,8 @@ def test_what_decode_fetches_does_not_give_way(mode: TransferMode) -> None:
     assert new.answer and last.status is Status.WAITING
     assert revoked(pair) == {"blocks": 2}, "the new one, too, after its time"
     pair.settle()
-    assert (fetching.status, fetching.num_external) == (Status.STOPPED, len(PROMPT)), "whose bytes were moving"
+    assert is_right(fetching), "whose bytes were moving"
     assert last.status is Status.STOPPED
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -97,15 +94,13 @@ def test_what_decode_waits_for_gives_way_only_to_what_is_served_here(mode: Trans
     pair.decode.admits = False
     wanting = [pair.ask_decode(one.answer, one.prompt) for one in kept]
     new = pair.ask_prefill(prompt(3)) if is_offered else pair.prefill.add(Request("plain", prompt(3), None))
-    for _ in range(10):
-        pass_time(pair, 1.0)
+    pass_time(pair, 10.0)
     assert (new.status is Status.STOPPED) == (not is_offered)
     assert revoked(pair) == ({} if is_offered else {"blocks": 1})
     pair.decode.admits = True
     pair.settle()
     assert [bool(one.num_external) for one in wanting] == [is_offered, True]
     assert new.status is Status.STOPPED and all(one.status is Status.STOPPED for one in wanting)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -122,11 +117,7 @@ def test_a_lower_limit_takes_back_what_exceeds_it(mode: TransferMode, limit_bloc
     assert not pair.prefill.pool.has_retired and not pair.prefill.pool.has_reserve
     num_revoked = -(-max(0, 3 * BLOCKS_EACH - limit_blocks) // BLOCKS_EACH)
     assert revoked(pair) == ({"limit": num_revoked} if num_revoked else {})
-    for place, one in enumerate(kept):
-        found = pair.ask_decode(one.answer, one.prompt)
-        pair.settle()
-        assert found.status is Status.STOPPED and bool(found.num_external) == (place >= num_revoked)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+    all_are_fetched_but(num_revoked, pair, kept)
 
 
 def test_a_neighbour_that_waits_gets_what_nobody_fetches() -> None:
@@ -134,17 +125,12 @@ def test_a_neighbour_that_waits_gets_what_nobody_fetches() -> None:
     pair = Pair(PULL, kind(num_blocks=32), kind(caches_prefixes=False))
     kept = offers(pair, 3)
     pair.prefill.pool.neighbour_leaves_blocks = 2 * BLOCKS_EACH
-    for _ in range(6):
-        pass_time(pair, 0.5)
+    pass_time(pair, 3.0)
     pair.prefill.pool.neighbour_leaves_blocks = None
     pass_time(pair, 2 * PATIENCE)
     assert revoked(pair) == {"neighbour": 1}
     assert not pair.prefill.pool.sum_of.keys() & pair.prefill.pool.free.keys(), "nothing stays in the prefix cache"
-    for place, one in enumerate(kept):
-        found = pair.ask_decode(one.answer, one.prompt)
-        pair.settle()
-        assert found.status is Status.STOPPED and bool(found.num_external) == (place > 0)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+    all_are_fetched_but(1, pair, kept)
 
 
 @DIRECTIONS
@@ -167,7 +153,6 @@ def test_an_idle_decode_gives_its_prefix_cache_to_a_neighbour(mode: TransferMode
     assert pool.num_cached == cached - BLOCKS_EACH and not pair.decode.is_moving
     for seed in (1, 2, 3):
         assert pair.hand_over(prompt(seed)).status is Status.STOPPED
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -191,12 +176,10 @@ def test_two_full_engines_that_prefill_for_each_other_do_not_wait_for_each_other
     ]
     pass_time(pair, PATIENCE - 0.5)
     assert all(one.status is Status.WAITING for one in wanting), "nothing would free any block"
-    for _ in range(20):
-        pass_time(pair, 1.0)
+    pass_time(pair, 20.0)
     assert all(one.status.is_finished for one in wanting), "long before a lease or a timeout ends"
     assert any(one.num_external for one in wanting) or recomputes
     assert all(one.status is Status.STOPPED for one in wanting) or not recomputes
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("is_stalled", [False, True])
@@ -208,14 +191,12 @@ def test_a_neighbour_that_runs_gets_nothing_that_decode_waits_for(is_stalled: bo
     pair.decode.admits = False
     wanting = [pair.ask_decode(one.answer, one.prompt) for one in kept]
     pair.prefill.pool.neighbour_leaves_blocks, pair.prefill.pool.is_neighbour_stalled = BLOCKS_EACH, is_stalled
-    for _ in range(12):
-        pass_time(pair, 0.5)
+    pass_time(pair, 6.0)
     assert revoked(pair) == ({"neighbour": 2} if is_stalled else {})
     pair.prefill.pool.neighbour_leaves_blocks = None
     pair.decode.admits = True
     pair.settle()
     assert [bool(one.num_external) for one in wanting] == [not is_stalled, not is_stalled, True]
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 # ------------------------------------------------------------------------------------------- push: ask before computing
@@ -243,17 +224,14 @@ def test_prefill_computes_little_that_decode_has_no_room_for() -> None:
     pair.settle()
     pass_time(pair, 2.0)
     later = [ask_both(pair, seed) for seed in (3, 4, 5, 6)]
-    for _ in range(4):
-        pass_time(pair, 1.0)
+    pass_time(pair, 4.0)
     assert all(upstream.answer for upstream, _ in first)
     assert all(upstream.status is Status.WAITING and not upstream.num_computed for upstream, _ in later)
     assert not pair.prefill.is_moving, "it rests"
     pair.decode.admits = True
     pair.settle()
     for upstream, found in [*first, *later]:
-        assert upstream.status is Status.STOPPED and found.status is Status.STOPPED
-        assert found.num_external == len(PROMPT)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+        assert upstream.status is Status.STOPPED and is_right(found)
 
 
 def test_what_decode_has_registered_for_overtakes_what_it_has_not() -> None:
@@ -269,21 +247,17 @@ def test_what_decode_has_registered_for_overtakes_what_it_has_not() -> None:
     upstream = pair.ask_prefill(prompt(5), transfer_id="t5")
     found = pair.ask_decode(pair.meet(transfer_id="t5"), prompt(5), engine=other)
     pair.settle()
-    assert found.status is Status.STOPPED and found.num_external == len(PROMPT) and upstream.answer
+    assert is_right(found) and upstream.answer
     assert all(one.status is Status.WAITING for one, _ in held)
     pair.decode.admits = True
     pair.settle()
     assert all(one.status is Status.STOPPED for pair_ in held for one in pair_)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 def test_where_decode_is_asked_after_prefill_nothing_waits() -> None:
     """Serial routers: what nobody has registered for yet may be wanted as soon as prefill has answered."""
-    pair = Pair(
-        PUSH,
-        kind(num_blocks=64, caches_prefixes=False, most_unclaimed_tokens=len(PROMPT)),
-        kind(caches_prefixes=False, num_blocks=64),
-    )
+    room = {"num_blocks": 64, "caches_prefixes": False}
+    pair = Pair(PUSH, kind(most_unclaimed_tokens=len(PROMPT), **room), kind(**room))
     pair.acquaint()
     kept = [pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}") for seed in (1, 2, 3)]
     pair.settle()
@@ -291,11 +265,7 @@ def test_where_decode_is_asked_after_prefill_nothing_waits() -> None:
     kept.append(pair.ask_prefill(prompt(4), transfer_id="t4"))
     pair.settle()
     assert all(one.answer for one in kept)
-    for one in kept:
-        found = pair.ask_decode(one.answer, one.prompt)
-        pair.settle()
-        assert found.status is Status.STOPPED and found.num_external == len(PROMPT)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+    all_are_fetched_but(0, pair, kept)
 
 
 # ------------------------------------------------------------------------------ push: decode and prefill on one device
@@ -323,8 +293,7 @@ def test_decode_gives_up_what_has_not_come_for_a_prefill_without_memory(recomput
     pool.neighbour_leaves_blocks = 2 * BLOCKS_EACH
     pass_time(pair, PATIENCE - 0.5)
     assert held(pair) == 4 * BLOCKS_EACH, "it may come at any moment"
-    for _ in range(8):
-        pass_time(pair, 1.0)
+    pass_time(pair, 8.0)
     assert held(pair) == 2 * BLOCKS_EACH, "and no more than are wanted"
     given_up, kept = [found for _, found in asked[2:]], [found for _, found in asked[:2]]
     assert all(one.status is Status.REMOTE for one in kept), "those that have waited longest stay"
@@ -332,12 +301,10 @@ def test_decode_gives_up_what_has_not_come_for_a_prefill_without_memory(recomput
     assert {one.status for one in given_up} <= ({Status.WAITING, Status.STOPPED} if recomputes else {Status.ERROR})
     assert pair.causes() == {"revoked": 2}
     pool.neighbour_leaves_blocks, pair.prefill.admits = None, True
-    for _ in range(6):
-        pass_time(pair, 1.0)
+    pass_time(pair, 6.0)
     pair.settle()
-    assert all(one.status is Status.STOPPED and one.num_external == len(PROMPT) for one in kept)
+    assert all(is_right(one) for one in kept)
     assert all(one.status is (Status.STOPPED if recomputes else Status.ERROR) for one in given_up)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -359,7 +326,6 @@ def test_a_neighbour_that_comes_and_goes_costs_no_request_its_end(seed: int) -> 
             pair.decode.handover.revocations.clear()
         pass_time(pair, draw.choice((0.25, 1.0, 3.0)))
     pool.neighbour_leaves_blocks, pair.prefill.admits = None, True
-    for _ in range(30):
-        pass_time(pair, 5.0)
+    pass_time(pair, 150.0)
     assert all(one.status.is_finished for both in asked for one in both)
     pair.nothing_is_left(LEASE_SECONDS + 2 * TIMEOUT_SECONDS)

@@ -19,9 +19,9 @@ from flow import test_conversations as conversations
 from flow import test_hand_over_cases as cases
 from flow import test_memory_pressure as pressure
 from flow import test_verified_hand_overs as verified
-from support import faults
+from support.faults import FAULTS
 from support.flow_memory import Shape
-from support.flow_pair import PULL, PUSH, Pair
+from support.flow_pair import PULL, PUSH, Pair, nothing_is_left_of_any
 from support.flow_schedule import Schedule
 
 from kvcached_nixl.scheduler.asking import questions
@@ -40,7 +40,10 @@ def case(test: Callable[..., None], *arguments: object) -> Callable[[], None]:
 
     def run() -> None:
         makes_pair = "mode" not in inspect.signature(test).parameters
-        test(*(Pair(one) if makes_pair and isinstance(one, TransferMode) else one for one in arguments))
+        # Cases of conversations have short prompts.
+        with mock.patch.object(questions, "LEAST_TOKENS", 4):
+            test(*(Pair(one) if makes_pair and isinstance(one, TransferMode) else one for one in arguments))
+            nothing_is_left_of_any()
 
     run.__name__ = test.__name__
     return run
@@ -52,17 +55,6 @@ def all_of(mode: TransferMode) -> verified.Made:
 
 
 EQUAL = (Shape(), Shape())
-
-
-def conversation(test: Callable[..., None], *arguments: object) -> Callable[[], None]:
-    """A case of conversations, whose prompts are short."""
-
-    def run() -> None:
-        with mock.patch.object(questions, "LEAST_TOKENS", 4):
-            test(*arguments)
-
-    run.__name__ = test.__name__
-    return run
 
 
 CAUGHT_BY: Mapping[str, Callable[[], None]] = MappingProxyType(
@@ -86,7 +78,7 @@ CAUGHT_BY: Mapping[str, Callable[[], None]] = MappingProxyType(
         "the_start_is_not_compared": case(cases.test_a_prefill_that_was_started_again_is_another_one, PUSH),
         # Blocks and their ends.
         "stopped_is_said_before_it_is_idle": case(
-            cases.test_decode_that_is_aborted_keeps_its_blocks_until_nothing_is_in_flight, PUSH
+            cases.test_decode_that_is_aborted_keeps_blocks_until_nothing_is_in_flight, PUSH, True
         ),
         "a_failed_transfer_is_taken_for_idle": case(
             cases.test_a_transfer_that_has_failed_is_idle_when_its_peer_was_removed, PULL
@@ -101,10 +93,10 @@ CAUGHT_BY: Mapping[str, Callable[[], None]] = MappingProxyType(
             cases.test_what_was_copied_of_a_pull_that_begins_anew_is_not_used, False
         ),
         "an_unneeded_offer_is_given_back_while_it_is_read": case(
-            cases.test_decode_that_is_aborted_frees_prefill_when_nothing_is_in_flight, PULL, True
+            cases.test_decode_that_is_aborted_keeps_blocks_until_nothing_is_in_flight, PULL, True
         ),
         "an_aborted_requests_offer_waits_for_its_lease": case(
-            cases.test_decode_that_is_aborted_frees_prefill_when_nothing_is_in_flight, PULL, False
+            cases.test_decode_that_is_aborted_keeps_blocks_until_nothing_is_in_flight, PULL, False
         ),
         "other_ranks_are_not_told_of_a_failure": case(cases.test_a_rank_that_fails_ends_the_attempt_on_all_of_them),
         "a_withdrawal_is_forgotten": case(cases.test_a_withdrawal_that_overtakes_its_registration_wins, PUSH),
@@ -167,10 +159,10 @@ CAUGHT_BY: Mapping[str, Callable[[], None]] = MappingProxyType(
             pressure.test_a_lower_limit_takes_back_what_exceeds_it, PULL, 0, False
         ),
         # What is cached is offered without a step.
-        "what_else_was_offered_is_not_released": conversation(
+        "what_else_was_offered_is_not_released": case(
             conversations.test_of_several_that_offer_it_one_is_fetched_and_the_others_keep_nothing, "pull"
         ),
-        "what_is_cached_is_offered_before_the_workers_know_of_it": conversation(
+        "what_is_cached_is_offered_before_the_workers_know_of_it": case(
             conversations.test_workers_know_of_what_is_offered_without_a_step, "pull"
         ),
         "an_idle_engine_does_not_look": case(pressure.test_an_idle_decode_gives_its_prefix_cache_to_a_neighbour, PULL),
@@ -186,23 +178,22 @@ CAUGHT_BY: Mapping[str, Callable[[], None]] = MappingProxyType(
 )
 
 
-FAULTS = [(name, CAUGHT_BY.get(name, schedules)) for name in faults.every()]
-
-
 @pytest.mark.parametrize(
     ("name", "caught_by"),
     [
         pytest.param(name, by, id=f"{name}-{by.__name__}", marks=[pytest.mark.long] if by is schedules else [])
-        for name, by in FAULTS
+        for name in FAULTS
+        for by in (CAUGHT_BY.get(name, schedules),)
     ],
 )
 def test_a_planted_fault_is_caught(name: str, caught_by: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    faults.every()[name](monkeypatch)
+    FAULTS[name](monkeypatch)
     with pytest.raises(AssertionError) as caught:
         caught_by()
+    Pair.made.clear()
     # The fault itself must not be what breaks.
     assert not re.search("an exception was contained|unexpected keyword|positional argument", str(caught.value))
 
 
 def test_every_row_has_its_fault() -> None:
-    assert {*CAUGHT_BY} <= {*faults.every()} and len(faults.every()) >= 80
+    assert {*CAUGHT_BY} <= {*FAULTS} and len(FAULTS) >= 80

@@ -27,13 +27,10 @@ def test_other_weights_are_refused_until_both_have_the_same(mode: TransferMode) 
     for first, second in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
         weights = OTHER if first is pair.prefill else Weights(Tensors("1" * 32, "7" * 32))
         first.update(weights)
-        found = pair.hand_over()
-        assert is_computed(found), "one is older than the other"
+        assert is_computed(pair.hand_over()), "one is older than the other"
         second.update(weights)
-        found = pair.hand_over()
-        assert is_right(found), "they serve again"
+        assert is_right(pair.hand_over()), "they serve again"
     assert set(pair.causes()) <= {"refused", "restarted", "revoked"}
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -43,19 +40,16 @@ def test_what_was_kept_when_weights_change_is_used_by_nobody(mode: TransferMode,
     """Also where both have the new weights when decode comes: what prefill keeps was computed with the old ones."""
     pair = pair_of(mode)
     pair.acquaint()
-    upstream = pair.ask_prefill()
-    pair.settle()
+    offered = pair.offered()
     engines = (pair.prefill, pair.decode) if who == "prefill" else (pair.decode, pair.prefill)
     for engine in engines:
         engine.update(OTHER, is_known=is_known)
         pair.settle()
     assert not pair.prefill.requests, "its blocks are free at once"
-    found = pair.ask_decode(upstream.answer)
+    found = pair.ask_decode(offered)
     pair.settle()
     assert is_computed(found) and set(pair.causes()) <= {"restarted", "lease"}
-    again = pair.hand_over()
-    assert is_right(again)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
+    assert is_right(pair.hand_over())
 
 
 class Busy:
@@ -132,8 +126,7 @@ def test_nobody_begins_with_what_was_computed_in_part_before_the_change(mode: Tr
     busy.change()
     asked = busy.busy[1]
     before = asked.num_computed
-    for _ in range(40):
-        busy.pair.round()
+    busy.pair.round(40)
     assert asked.num_computed > before + 20
     turns = tuple(asked.sequence.tokens[: asked.num_computed])
     # What of it is shared would be on the way of each of these: a prefix, a later part, and all of it.
@@ -175,8 +168,7 @@ def test_what_is_under_way_when_weights_change_is_used_by_nobody(mode: TransferM
             found = pair.ask_decode(upstream.answer)
         else:
             found = pair.ask_decode(pair.meet())
-        for _ in range(rounds):
-            pair.round()
+        pair.round(rounds)
         was_under_way = found.status is Status.REMOTE
         for engine in (pair.prefill, pair.decode):
             if who in ("both", "prefill" if engine is pair.prefill else "decode"):
@@ -210,7 +202,6 @@ def test_two_halves_of_one_prompt_with_other_weights_are_never_one(mode: Transfe
     pair.settle()
     assert upstream.status is Status.STOPPED and upstream.answer is None, "it is offered to nobody"
     assert is_computed(found)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 def test_an_adapter_that_is_loaded_anew_takes_back_what_was_computed_with_it_and_nothing_else() -> None:
@@ -235,23 +226,19 @@ def test_a_rank_that_has_ended_says_so_once() -> None:
     upstream = pair.ask_prefill()
     pair.settle()
     pair.ask_decode(upstream.answer)
-    for _ in range(10):
-        pair.round()
+    pair.round(10)
     for posted in [one for one in pair.transfers if one.sender.endswith("/0")]:
         pair.wire.deliver(posted)
-    for _ in range(6):
-        pair.round()
+    pair.round(6)
     assert pair.transfers and upstream.request_id in pair.prefill.requests
     pair.prefill.handover.revocations.paused(grace_seconds=0.0, clears=True)
-    for _ in range(6):
-        pair.round()
+    pair.round(6)
     assert pair.transfers and pair.prefill.handover.revocations.has_blocks, "rank 1 is still writing"
     # A pause waits for all requests, and decode may have vanished: vLLM has it no more, and its blocks are nobody's.
     assert upstream.request_id not in pair.prefill.requests and pair.prefill.handover.offering.kept.keeps(
         upstream.request_id
     )
     pair.settle()
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -260,9 +247,7 @@ def test_what_has_come_and_is_not_used_yet_is_revoked_as_well(mode: TransferMode
     """A paused or a full engine lets it go on much later: with other weights, or into a cache that was cleared."""
     pair = Pair(mode, None, kind())
     pair.acquaint()
-    upstream = pair.ask_prefill()
-    pair.settle()
-    found = pair.ask_decode(upstream.answer)
+    found = pair.ask_decode(pair.offered())
     pair.until(found, Status.REMOTE)
     decode = pair.decode
     decode.admits = False
@@ -276,13 +261,11 @@ def test_what_has_come_and_is_not_used_yet_is_revoked_as_well(mode: TransferMode
             engine.update(OTHER)
     else:
         decode.handover.revocations.clear()
-        for _ in range(4):
-            pair.round()
+        pair.round(4)
         assert not decode.handover.revocations.has_blocks
     decode.admits = True
     pair.settle()
     assert is_computed(found) and pair.causes() == {"revoked": 1}
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 # -------------------------------------------------------------------------------------------------------------- pauses
@@ -292,10 +275,9 @@ def test_what_has_come_and_is_not_used_yet_is_revoked_as_well(mode: TransferMode
 def test_a_paused_prefill_keeps_nothing_though_decode_renews(mode: TransferMode) -> None:
     """Finding B2: decode is paused with a queued hand-over, and its transfer thread renews on."""
     pair = Pair(mode, None, kind(num_blocks=7, caches_prefixes=False))
-    upstream = pair.ask_prefill()
-    pair.settle()
+    offered = pair.offered()
     pair.decode.pool.free.clear()
-    found = pair.ask_decode(upstream.answer)
+    found = pair.ask_decode(offered)
     pair.pass_time(1.0)
     pair.prefill.handover.revocations.paused(grace_seconds=0.0, clears=True)
     pair.settle()
@@ -304,8 +286,7 @@ def test_a_paused_prefill_keeps_nothing_though_decode_renews(mode: TransferMode)
     pair.decode.pool.free.update(dict.fromkeys(range(1, 7)))
     pair.settle()
     assert is_computed(found) and pair.causes() == {"lease": 1}
-    again = pair.hand_over()
-    assert is_right(again), "it offers again"
+    assert is_right(pair.hand_over()), "it offers again"
     pair.nothing_is_left(LEASE_SECONDS + 10)
 
 
@@ -322,7 +303,6 @@ def test_an_engine_that_waits_for_its_last_requests_leaves_decode_a_moment_for_t
     assert second.request_id in pair.prefill.requests
     pair.pass_time(1.5)
     assert not pair.prefill.requests
-    pair.nothing_is_left()
 
 
 def test_a_prefill_that_shuts_down_tells_who_is_registered() -> None:
@@ -348,11 +328,8 @@ def test_a_decode_leg_without_its_media_is_an_error_also_where_it_would_recomput
 ) -> None:
     """Finding A10: placeholders are never computed."""
     pair = pair_of(mode, recomputes=recomputes)
-    upstream = pair.ask_prefill(num_media=1)
-    pair.settle()
-    params = dict(upstream.answer or {})
     tokens = (*PROMPT[:-1], PROMPT[-1] + 1)
-    found = pair.decode.add(Request("d1", tokens, params, num_media=0))
+    found = pair.decode.add(Request("d1", tokens, pair.offered(num_media=1), num_media=0))
     pair.settle()
     assert found.status is Status.ERROR and pair.causes() == {"media": 1}
     alone = pair.decode.add(Request("d2", tokens, {**pair.meet(), "transfer_id": "nobody"}, lacks_media=True))
@@ -360,9 +337,6 @@ def test_a_decode_leg_without_its_media_is_an_error_also_where_it_would_recomput
     if mode is PUSH:
         pair.pass_time(TIMEOUT_SECONDS + 10)
     assert alone.status is Status.ERROR
-    upstream = pair.ask_prefill(num_media=1)
-    pair.settle()
-    same = pair.decode.add(Request("d3", PROMPT, dict(upstream.answer or {}), lacks_media=True))
+    same = pair.decode.add(Request("d3", PROMPT, pair.offered(num_media=1), lacks_media=True))
     pair.settle()
     assert same.status is Status.STOPPED, "where the digests are equal, what looks like a placeholder is text"
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)

@@ -64,18 +64,16 @@ def test_every_state_of_a_hand_over_is_in_its_trace(mode: TransferMode, at_once:
     assert {attributes["kvcached_nixl.direction"] for _, _, attributes in kept(pair)} == {mode.value}
     # Prefill's request, its offer, and decode's request.
     assert len(kept(pair)) == 3
-    pair.nothing_is_left()
 
 
 def test_times_in_states_add_up_to_the_hand_over() -> None:
     """On decode from its request's arrival to its first token. Nothing is traced."""
     pair = Pair(PULL)
     begun = pair.clock.now_seconds()
-    upstream = pair.ask_prefill()
-    pair.settle()
+    offered = pair.offered()
     pair.clock.advance(2.0)
     arrived = pair.clock.now_seconds()
-    found = pair.ask_decode(upstream.answer)
+    found = pair.ask_decode(offered)
     for _ in range(6):
         pair.clock.advance(0.25)
         pair.round()
@@ -129,9 +127,7 @@ def test_a_failed_hand_over_shows_its_cause_and_where_it_was() -> None:
     """Decode computes the prompt itself; its trace goes on to its first token."""
     pair = Pair(PULL, is_traced=True)
     pair.acquaint()
-    upstream = pair.ask_prefill(trace_headers=CONTEXT)
-    pair.settle()
-    found = pair.ask_decode(upstream.answer, trace_headers=CONTEXT)
+    found = pair.ask_decode(pair.offered(trace_headers=CONTEXT), trace_headers=CONTEXT)
     (posted,) = pair.until_posted()
     pair.clock.advance(1.0)
     pair.wire.fail(posted)
@@ -144,4 +140,3 @@ def test_a_failed_hand_over_shows_its_cause_and_where_it_was() -> None:
     assert attributes["kvcached_nixl.cause"] == "lost"
     assert timeline.lasted()[State.DECODE_MOVING] == 1.0
     assert timeline.marks[-1][0] is State.DECODE_FAILED
-    pair.nothing_is_left()

@@ -36,9 +36,7 @@ def made(request: pytest.FixtureRequest) -> Made:
 
 def under_way(pair: Pair, workers: list[Worker], prompt: tuple[int, ...] = PROMPT) -> Request:
     """Runs a request of decode until one of ``workers`` must compute a checksum of it. None of theirs is computed."""
-    upstream = pair.ask_prefill(prompt)
-    pair.settle()
-    found = pair.ask_decode(upstream.answer, prompt)
+    found = pair.ask_decode(pair.offered(prompt), prompt)
     for _ in range(60):
         if any(worker.awaiting_checksum.asked for worker in workers):
             return found
@@ -72,7 +70,6 @@ def test_what_is_right_is_found_to_be_right(made: Made, shapes: tuple[object, ob
     for prompt in (PROMPT, PROMPT[:16], PROMPT[:1]):
         assert is_right(pair.hand_over(tuple(token + len(prompt) for token in prompt)), len(prompt))
     assert not pair.causes()
-    pair.nothing_is_left()
 
 
 @pytest.mark.parametrize("slots", [(SLOTS, (0, 0)), ((0, 0), SLOTS), (SLOTS, SLOTS)], ids=["P", "D", "both"])
@@ -83,7 +80,6 @@ def test_what_is_staged_is_found_to_be_right(made: Made, slots: tuple[tuple[int,
         prompt = tuple(range(number * 50, number * 50 + 45))
         assert is_right(pair.hand_over(prompt), len(prompt))
     assert not pair.causes()
-    pair.nothing_is_left()
 
 
 @pytest.mark.parametrize("slots", [(0, 0), SLOTS], ids=["direct", "staged"])
@@ -102,7 +98,6 @@ def test_other_bytes_are_not_used_and_their_sender_is_not_believed_again(
     assert is_right(pair.hand_over(OTHER), 0)
     assert pair.causes() == {"checksum": 2}
     pair.pass_time(LEASE_SECONDS + 1)
-    pair.nothing_is_left()
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
@@ -121,7 +116,6 @@ def test_blocks_are_not_free_while_a_digest_of_them_is_found(made: Made, who: st
     pair.settle()
     pair.pass_time(LEASE_SECONDS + 1)
     assert not any(engine.pool.holders)
-    pair.nothing_is_left()
 
 
 def test_what_is_under_way_when_its_sender_is_found_out_is_not_used(
@@ -146,7 +140,6 @@ def test_what_is_under_way_when_its_sender_is_found_out_is_not_used(
     assert is_right(verified, 0) and all(is_right(one, 0) for one in others)
     assert pair.causes() == {"checksum": 3}
     pair.pass_time(LEASE_SECONDS + 1)
-    pair.nothing_is_left()
 
 
 def test_a_prefill_that_vanishes_while_it_is_asked_what_was_read_keeps_no_block() -> None:
@@ -178,4 +171,3 @@ def test_ranges_that_cannot_be_cost_no_digest(ends: tuple[int, ...]) -> None:
     assert not worker.awaiting_checksum.asked
     pair.settle()
     assert is_right(request, 0) and pair.causes() == {"protocol": 1}
-    pair.nothing_is_left()

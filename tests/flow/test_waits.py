@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
-from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, kind
+from support.flow_pair import BLOCKS_EACH, DIRECTIONS, PROMPT, PULL, PUSH, Pair, is_right, kind, prompt
 
 from kvcached_nixl.scheduler.giving_way import VAIN_TIMEOUTS
 from kvcached_nixl.transfer_mode import TransferMode
@@ -14,11 +14,6 @@ from kvcached_nixl.worker.transfer_thread import STANDING_SECONDS
 
 ALLOCATION_SECONDS = 20.0
 LONG = 10 * TIMEOUT_SECONDS
-BLOCKS_EACH = 5
-
-
-def prompt(seed: int) -> tuple[int, ...]:
-    return tuple((one + 5 * seed) % 50 for one in PROMPT)
 
 
 def small(mode: TransferMode, **more: object) -> Pair:
@@ -33,9 +28,8 @@ def small(mode: TransferMode, **more: object) -> Pair:
 def serve(pair: Pair, *found: Request) -> None:
     pair.settle()
     for one in found:
-        assert one.status is Status.STOPPED and one.num_external == len(PROMPT)
+        assert is_right(one)
     assert not pair.causes()
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 # ------------------------------------------------------------------------------------------------ queued on decode
@@ -82,7 +76,6 @@ def test_an_engine_that_takes_no_steps_any_more_keeps_prefills_memory_for_a_whil
     pair.decode.step, pair.decode.admits = step, True  # type: ignore[method-assign]
     pair.settle()
     assert found.status is Status.STOPPED and not found.num_external and pair.causes() == {"lease": 1}
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 # -------------------------------------------------------------------------------------------- queued on prefill (push)
@@ -113,7 +106,6 @@ def test_decode_does_not_wait_for_a_prefill_that_stands_still() -> None:
     assert pair.causes() == {"deadline": 2}
     pair.prefill.step, pair.prefill.admits = step, True  # type: ignore[method-assign]
     pair.settle()
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 def test_decode_does_not_wait_for_a_prefill_that_is_paused() -> None:
@@ -142,7 +134,6 @@ def test_decode_does_not_wait_for_a_prefill_that_is_paused() -> None:
     pair.prefill.handover.revocations.resumed()
     pair.settle()
     assert unclaimed.status is upstream.status is Status.STOPPED
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 def test_a_decode_that_is_paused_keeps_prefills_memory_for_a_while_only() -> None:
@@ -164,7 +155,6 @@ def test_a_decode_that_is_paused_keeps_prefills_memory_for_a_while_only() -> Non
     pair.decode.handover.revocations.resumed()
     pair.settle()
     assert (found.num_external, waiting.num_external) == (0, len(PROMPT)) and pair.causes() == {"lease": 1}
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 def test_decode_does_not_wait_for_a_request_that_prefill_has_never_heard_of() -> None:
@@ -174,7 +164,6 @@ def test_decode_does_not_wait_for_a_request_that_prefill_has_never_heard_of() ->
     assert found.status is Status.REMOTE
     pair.pass_time(10)
     assert found.status is Status.ERROR and pair.causes() == {"deadline": 1}
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 def test_a_heartbeat_of_somebody_else_moves_no_deadline() -> None:
@@ -220,7 +209,6 @@ def test_what_never_fits_ends_in_words(mode: TransferMode, side: str, is_local: 
     engine.pool.limit_blocks = 32
     pair.pass_time(5)
     assert late.status is Status.STOPPED
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 # ------------------------------------------------------------------------------------------------------- by priority
@@ -241,8 +229,7 @@ def test_two_engines_that_prefill_for_each_other_do_not_wait_for_each_other(reco
         meet = {"remote_engine_id": own.engine_id, "remote_host": own.host, "remote_port": own.port}
         params = {"do_remote_prefill": True, "tp_size": own.tp_size, "transfer_id": f"t{seed}", **meet}
         found.append(pair.ask_decode(params, prompt(seed), engine=engine))
-    for _ in range(8):
-        pair.round()
+    pair.round(8)
     found += [pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}", engine=to) for to, seed in ((two, 1), (one, 2))]
     for _ in range(6):
         pair.pass_time(TIMEOUT_SECONDS / 2)
@@ -250,7 +237,6 @@ def test_two_engines_that_prefill_for_each_other_do_not_wait_for_each_other(reco
         pair.settle()
         assert all(one.status is Status.STOPPED for one in small)
     assert all(one.status.is_finished for one in found)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
@@ -268,7 +254,6 @@ def test_a_prefill_that_goes_on_for_ever_does_not_keep_blocks_that_others_need(r
     pair.prefill.admits = True
     pair.settle()
     assert first.num_external == len(PROMPT)
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @DIRECTIONS
@@ -304,9 +289,8 @@ def test_two_requests_do_not_wait_for_each_others_blocks(mode: TransferMode, rec
     decode = kind(num_blocks=1 + room, drops_blocks=True, caches_prefixes=False, recomputes=recomputes)
     pair = Pair(mode, kind(drops_blocks=True), decode)
     prompts = [tuple(range(first, first + NUM_TOKENS)) for first in (0, 20)]
-    upstream = [pair.ask_prefill(prompt) for prompt in prompts]
-    pair.settle()
-    found = [pair.ask_decode(one.answer, one.prompt, max_tokens=1) for one in upstream]
+    answers = [pair.offered(prompt) for prompt in prompts]
+    found = [pair.ask_decode(*one, max_tokens=1) for one in zip(answers, prompts, strict=True)]
     for one in found:
         pair.until(one, Status.REMOTE)
     pair.decode.pool.limit_blocks = 2 * FETCHED_BLOCKS
@@ -316,7 +300,6 @@ def test_two_requests_do_not_wait_for_each_others_blocks(mode: TransferMode, rec
     pair.pass_time(TIMEOUT_SECONDS + LEASE_SECONDS)
     assert all(one.status.is_finished for one in found), "one of them ends, and the other one has its blocks"
     assert Status.STOPPED in {one.status for one in found}
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
@@ -341,4 +324,3 @@ def test_a_request_that_was_passed_over_does_not_wait_for_blocks_of_one_behind_i
     pair.settle()
     assert has_blocks.status is Status.STOPPED and passed_over.status is Status.STOPPED
     assert not pair.causes()
-    pair.nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)

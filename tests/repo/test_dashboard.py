@@ -99,13 +99,18 @@ def test_names_are_those_of_metrics_and_not_of_their_series() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)")
-def test_promtool_can_read_the_configuration_and_all_queries(tmp_path: Path) -> None:
-    subprocess.run(["promtool", "check", "config", "prometheus.yaml"], cwd=FOLDER, check=True, capture_output=True)
+def test_promtool_reads_the_configuration_and_all_queries_and_agrees_with_the_alerts(tmp_path: Path) -> None:
+    def promtool(*arguments: str, folder: Path = FOLDER) -> str:
+        done = subprocess.run(["promtool", *arguments], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    promtool("check", "config", "prometheus.yaml")
+    promtool("test", "rules", "alerts_test.yaml")
     queries = [*read_dashboard(FILE), *read_alerts(FOLDER / "alerts.yaml")]
-    rules = [{"record": f"query_{place}", "expr": one.over(60)} for place, one in enumerate(queries)]
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
-    done = subprocess.run(["promtool", "check", "rules", "rules.yaml"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and f"{len(queries)} rules" in done.stdout, done.stdout + done.stderr
+    recorded = [{"record": f"query_{place}", "expr": one.over(60)} for place, one in enumerate(queries)]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": recorded}]}))
+    assert f"{len(queries)} rules" in promtool("check", "rules", "rules.yaml", folder=tmp_path)
 
 
 def rules() -> dict[str, Any]:
@@ -113,18 +118,11 @@ def rules() -> dict[str, Any]:
     return {rule["alert"]: rule for group in read["groups"] for rule in group["rules"]}
 
 
-def exported() -> set[str]:
-    return {f"kvcached_nixl:{name}" for name in (*metrics.GAUGES, *metrics.COUNTERS)}
-
-
 @pytest.mark.parametrize("name", rules())
-def test_an_alert_asks_for_what_is_exported(name: str) -> None:
+def test_an_alert_asks_for_what_is_exported_and_for_causes_that_exist(name: str) -> None:
     asked = re.findall(r"kvcached_nixl[:_][a-z_]+", rules()[name]["expr"])
-    assert asked and {one.removesuffix("_total") for one in asked} <= exported()
-
-
-@pytest.mark.parametrize("name", rules())
-def test_the_causes_of_an_alert_exist(name: str) -> None:
+    exported = {f"kvcached_nixl:{name}" for name in (*metrics.GAUGES, *metrics.COUNTERS)}
+    assert asked and {one.removesuffix("_total") for one in asked} <= exported
     known = {one.label for one in (*FailureCause, *RevocationCause)} | {one.value for one in Ended}
     found = re.findall(r'(?:cause|outcome)[=!]~?"([^"]*)"', rules()[name]["expr"])
     assert {one for causes in found for one in causes.split("|")} <= known
@@ -138,9 +136,3 @@ def test_each_alert_is_shown_to_fire_and_to_be_silent() -> None:
     ]
     assert {one["alertname"] for one in tests if one["exp_alerts"]} == set(rules())
     assert {one["alertname"] for one in tests if not one["exp_alerts"]} == set(rules())
-
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)")
-def test_promtool_agrees() -> None:
-    done = subprocess.run(["promtool", "test", "rules", "alerts_test.yaml"], cwd=FOLDER, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -83,14 +83,10 @@ def state_spec_of(geometry: Geometry, mode: str, num_drafts: int = 0) -> Any:
     )
 
 
-def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window: int | None = None) -> Any:
-    """Returns the KV-cache spec of a group. All groups but the first have a sliding window.
-
-    Args:
-        geometry: of the group's blocks.
-    """
+def spec_of(geometry: Geometry, window: int | None) -> Any:
+    """Returns the KV-cache spec of a group whose blocks have this geometry."""
     common: dict[str, Any] = {
-        "block_size": geometry.block_size * kernel_blocks_per_block,
+        "block_size": geometry.block_size * geometry.split,
         "num_kv_heads": geometry.num_kv_heads,
         "head_size": geometry.head_size,
         "dtype": geometry.dtype,
@@ -99,12 +95,25 @@ def spec_of(geometry: Geometry, group: int, kernel_blocks_per_block: int, window
         return MLAAttentionSpec(
             **{**common, "num_kv_heads": 1, "head_size": geometry.num_kv_heads * geometry.head_size}
         )
-    if group:
-        return SlidingWindowSpec(**common, sliding_window=window or 128)
+    if window is not None:
+        return SlidingWindowSpec(**common, sliding_window=window)
     return FullAttentionSpec(**common)
 
 
-def _engine_of(geometry: Geometry, folder: Path) -> Engine:
+def engine_of(
+    geometry: Geometry,
+    folder: Path,
+    windows: Sequence[int | str | None] | None = None,
+    num_drafts: int = 0,
+    extra_config: Mapping[str, Any] | None = None,
+    kv_role: str = "kv_both",
+) -> Engine:
+    """Returns an engine of a model whose KV cache has this geometry.
+
+    Args:
+        windows: sliding window of each group; None for a group that keeps all tokens; the ``mamba_cache_mode`` of one
+            that keeps states. By default all groups but the first have a window.
+    """
     overrides: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": min(geometry.num_kv_heads, 8)}
     architecture = "Qwen2ForCausalLM"
     if geometry.is_latent:
@@ -123,16 +132,24 @@ def _engine_of(geometry: Geometry, folder: Path) -> Engine:
             "moe_intermediate_size": 64,
         }
     model = write_model(folder, architecture, **overrides)
+    if windows is None:
+        windows = [None, *[128] * (geometry.groups - 1)]
+    specs = [
+        state_spec_of(geometry, window, num_drafts)
+        if isinstance(window, str)
+        else spec_of(geometry.of_group(group), window)
+        for group, window in enumerate(windows)
+    ]
     names = geometry.layer_names()
-    pools = geometry.num_pools
-    groups = [(names[g * pools : (g + 1) * pools], spec_of(geometry, g, 1)) for g in range(geometry.groups)]
     return build_engine(
         model,
-        groups,
-        [names[i::pools] for i in range(pools)],
-        geometry.num_blocks,
-        geometry.block_size,
+        list(zip(geometry.layers_of_groups(), specs, strict=True)),
+        [names[pool :: geometry.num_pools] for pool in range(geometry.num_pools)],
+        geometry.num_blocks // geometry.split,
+        geometry.block_size * geometry.split,
         backend_of(geometry),
+        extra_config,
+        kv_role=kv_role,
     )
 
 
@@ -142,7 +159,7 @@ def engine_over(tmp_path: Path, parallel_state: None, patched: Registry) -> Iter
     with ExitStack() as ends:
 
         def make(geometry: Geometry) -> tuple[Engine, dict[str, torch.Tensor]]:
-            engine = _engine_of(geometry, tmp_path)
+            engine = engine_of(geometry, tmp_path)
             ends.callback(engine.shutdown)
             caches, memory = geometry.allocate()
             for index, pool in enumerate(memory):

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import msgspec
-import pytest
 
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.scheduler import fetch_request
@@ -53,35 +52,9 @@ from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from support.flow_engine import FlowHost
 from support.flow_memory import Pool
 from support.memory_transport import MemoryGate, MemoryTransport
+from support.planting import Faults, Patcher, always, nothing
 
-Patcher = pytest.MonkeyPatch
-Fault = Callable[[Patcher], None]
-
-
-def nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def always(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
-
-
-def then(patch: Patcher, owner: Any, name: str, action: Callable[..., None]) -> None:
-    """Calls ``action`` with the same arguments after each call of a method."""
-    method = getattr(owner, name)
-
-    def both(*arguments: Any, **named: Any) -> Any:
-        found = method(*arguments, **named)
-        action(*arguments, **named)
-        return found
-
-    patch.setattr(owner, name, both)
-
-
-def around(patch: Patcher, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Calls ``instead`` with a function or method and its arguments in place of it."""
-    real = getattr(owner, name)
-    patch.setattr(owner, name, lambda *arguments, **named: instead(real, *arguments, **named))
+FAULTS = Faults()
 
 
 def _takes_for_dead(self: Receiver, agent: str) -> None:
@@ -157,50 +130,46 @@ REPLACED: Mapping[str, tuple[Any, str, Any]] = MappingProxyType(
 """Faults that replace one attribute: whose, which, and by what. The others are the functions below."""
 
 
+for _name, _of in REPLACED.items():
+    FAULTS.replace(_name, *_of)
+
+
 # ------------------------------------------------------------------------------- manifests, digests, ownership tokens
 
 
-def decode_compares_no_digest(patch: Patcher) -> None:
-    def accept(wish: Any, *_: Any) -> None:
-        if wish.refused is not None and wish.refused.cause is FailureCause.DIGEST:
-            wish.refused = None
-
-    then(patch, FetchRequest, "check", accept)
+@FAULTS.then(FetchRequest, "check")
+def decode_compares_no_digest(wish: Any, *_: Any) -> None:
+    if wish.refused is not None and wish.refused.cause is FailureCause.DIGEST:
+        wish.refused = None
 
 
-def prefill_pairs_by_name_alone(patch: Patcher) -> None:
-    def wanted_by(self: Any, registration: Any) -> Any:
-        return next(iter(self._named.get(registration.name, {}).values()), None)
-
-    patch.setattr(OfferMatcher, "wanted_by", wanted_by)
+@FAULTS.instead(OfferMatcher, "wanted_by")
+def prefill_pairs_by_name_alone(self: Any, registration: Any) -> Any:
+    return next(iter(self._named.get(registration.name, {}).values()), None)
 
 
-def a_request_that_stops_early_keeps_its_token(patch: Patcher) -> None:
-    def stop(real: Any, self: Any, request_id: Any, *arguments: Any, **named: Any) -> None:
+@FAULTS.around(OfferRegistry, "stop")
+def a_request_that_stops_early_keeps_its_token(real: Any, self: Any, request_id: Any, *more: Any, **named: Any) -> None:
+    with contextlib.ExitStack() as stack:
         if request_id not in self._matcher.offers:
-            remove, self._tokens.remove = self._tokens.remove, nothing
-            real(self, request_id, *arguments, **named)
-            self._tokens.remove = remove
-        else:
-            real(self, request_id, *arguments, **named)
-
-    around(patch, OfferRegistry, "stop", stop)
+            stack.enter_context(mock.patch.object(self._tokens, "remove", nothing))
+        real(self, request_id, *more, **named)
 
 
-def the_start_is_not_compared(patch: Patcher) -> None:
-    def need(real: Any, self: Any, address: Any, _: str, known: Any, failed: Any, **named: Any) -> None:
-        real(self, address, "", known, failed, **named)
-
-    around(patch, Peers, "need", need)
+@FAULTS.around(Peers, "need")
+def the_start_is_not_compared(real: Any, self: Any, address: Any, _: str, *more: Any, **named: Any) -> None:
+    real(self, address, "", *more, **named)
 
 
 # ------------------------------------------------------------------------------------------------------ device streams
 
 
+@FAULTS.planted
 def decode_s_blocks_are_not_fenced(patch: Patcher) -> None:
     at_once(patch, facade.BlocksWritable)
 
 
+@FAULTS.planted
 def prefill_offers_what_its_device_has_not_ended(patch: Patcher) -> None:
     at_once(patch, OfferUpdate)
 
@@ -218,232 +187,182 @@ def at_once(patch: Patcher, kind: type) -> None:
 # --------------------------------------------------------------------------------------------- when blocks become free
 
 
-def stopped_is_said_before_it_is_idle(patch: Patcher) -> None:
-    def stop(real: Any, self: Any, writing: Any, cause: Any, *, is_answered: bool = True) -> None:
-        if writing.stopping is None and is_answered:
-            decode, attempt = writing.registration.decode, writing.registration.attempt
-            self._answer(writing.agent, decode, attempt, cause, has_failed=False)
-        real(self, writing, cause, is_answered=is_answered)
-
-    around(patch, Writer, "stop", stop)
-
-
-def a_failed_transfer_is_taken_for_idle(patch: Patcher) -> None:
-    def fail(self: Any, job: Any, reason: str, *_: Any) -> None:
-        job.failed = job.failed or reason
-
-    patch.setattr(TransferQueue, "_fail", fail)
+@FAULTS.around(Writer, "stop")
+def stopped_is_said_before_it_is_idle(
+    real: Any, self: Any, writing: Any, cause: Any, *, is_answered: bool = True
+) -> None:
+    if writing.stopping is None and is_answered:
+        decode, attempt = writing.registration.decode, writing.registration.attempt
+        self._answer(writing.agent, decode, attempt, cause, has_failed=False)
+    real(self, writing, cause, is_answered=is_answered)
 
 
-def each_handshake_is_a_connection_of_its_own(patch: Patcher) -> None:
+@FAULTS.instead(TransferQueue, "_fail")
+def a_failed_transfer_is_taken_for_idle(self: Any, job: Any, reason: str, *_: Any) -> None:
+    job.failed = job.failed or reason
+
+
+@FAULTS.around(MemoryTransport, "add_peer")
+def each_handshake_is_a_connection_of_its_own(real: Any, self: Any, metadata: bytes, *where: Any) -> Any:
     """Transfers in flight would count as those of an earlier connection."""
-
-    def add_peer(real: Any, self: Any, metadata: bytes, *where: Any) -> Any:
-        self._peers.pop(metadata.decode(errors="replace"), None)
-        return real(self, metadata, *where)
-
-    around(patch, MemoryTransport, "add_peer", add_peer)
+    self._peers.pop(metadata.decode(errors="replace"), None)
+    return real(self, metadata, *where)
 
 
-def what_is_given_up_is_taken_for_idle(patch: Patcher) -> None:
-    def settle(self: Any, job: Any) -> None:
-        self._settle(job)
-
-    then(patch, TransferQueue, "drop", settle)
+@FAULTS.then(TransferQueue, "drop")
+def what_is_given_up_is_taken_for_idle(self: Any, job: Any) -> None:
+    self._settle(job)
 
 
-def a_read_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
-    def stop(self: Any) -> None:
-        self._is_idle = True
-
-    patch.setattr(ReadPart, "stop", stop)
+@FAULTS.instead(ReadPart, "stop")
+def a_read_that_is_stopped_is_taken_for_idle(self: Any) -> None:
+    self._is_idle = True
 
 
-def a_write_that_is_stopped_is_taken_for_idle(patch: Patcher) -> None:
-    def stop(self: Any) -> None:
-        self.stage = Stage.ENDED
-
-    then(patch, WritePart, "stop", stop)
+@FAULTS.then(WritePart, "stop")
+def a_write_that_is_stopped_is_taken_for_idle(self: Any) -> None:
+    self.stage = Stage.ENDED
 
 
-def blocks_that_are_copied_early_are_not_held(patch: Patcher) -> None:
-    real = PrefillOffers.is_read
-    patch.setattr(PrefillOffers, "is_read", lambda self, request_id: self._engine.is_push and real(self, request_id))
+@FAULTS.around(PrefillOffers, "is_read")
+def blocks_that_are_copied_early_are_not_held(real: Any, self: Any, request_id: Any) -> bool:
+    return self._engine.is_push and real(self, request_id)  # type: ignore[no-any-return]
 
 
-def preempted_blocks_are_idle_at_once(patch: Patcher) -> None:
-    def preempt(self: Any, _: Any, hold: int) -> None:
-        self._outcomes.hold_idle(hold)
-
-    then(patch, OfferRegistry, "preempt", preempt)
+@FAULTS.then(OfferRegistry, "preempt")
+def preempted_blocks_are_idle_at_once(self: Any, _: Any, hold: int) -> None:
+    self._outcomes.hold_idle(hold)
 
 
-def draining_holds_are_forgotten(patch: Patcher) -> None:
-    def preempt(self: Any, request_id: Any, _: int) -> None:
-        offer = self._matcher.offers.get(request_id)
-        if offer is not None:
-            offer.lose_blocks()
-
-    patch.setattr(OfferRegistry, "preempt", preempt)
+@FAULTS.instead(OfferRegistry, "preempt")
+def draining_holds_are_forgotten(self: Any, request_id: Any, _: int) -> None:
+    offer = self._matcher.offers.get(request_id)
+    if offer is not None:
+        offer.lose_blocks()
 
 
+@FAULTS.planted
 def prefill_s_blocks_are_free_when_its_request_ends(patch: Patcher) -> None:
-    def finished(real: Any, self: Any, request: Any, *arguments: Any) -> Any:
-        _, params = real(self, request, *arguments)
-        return False, params
-
-    around(patch, PrefillOffers, "finished", finished)
+    finished = PrefillOffers.finished
+    patch.setattr(PrefillOffers, "finished", lambda *arguments: (False, finished(*arguments)[1]))
     patch.setattr(KeptOffers, "keep", nothing)
 
 
-def an_unneeded_offer_is_given_back_while_it_is_read(patch: Patcher) -> None:
-    def release(real: Any, self: Any, released: Any) -> None:
-        real(self, msgspec.structs.replace(released, attempt=None))
-
-    around(patch, Receiver, "release", release)
+@FAULTS.around(Receiver, "release")
+def an_unneeded_offer_is_given_back_while_it_is_read(real: Any, self: Any, released: Any) -> None:
+    real(self, msgspec.structs.replace(released, attempt=None))
 
 
-def an_aborted_requests_offer_waits_for_its_lease(patch: Patcher) -> None:
-    def release(real: Any, self: Any, released: Any) -> None:
-        if released.attempt is None:
-            real(self, released)
-
-    around(patch, Receiver, "release", release)
+@FAULTS.around(Receiver, "release")
+def an_aborted_requests_offer_waits_for_its_lease(real: Any, self: Any, released: Any) -> None:
+    if released.attempt is None:
+        real(self, released)
 
 
-def nobody_is_told_of_a_request_that_was_aborted(patch: Patcher) -> None:
-    def forget(self: Any, _: Any) -> None:
-        step = self._engine.step
-        step.commands = [one for one in step.commands if not isinstance(one, Withdraw)]
-
-    then(patch, DecodeFetches, "finished", forget)
+@FAULTS.then(DecodeFetches, "finished")
+def nobody_is_told_of_a_request_that_was_aborted(self: Any, _: Any) -> None:
+    step = self._engine.step
+    step.commands = [one for one in step.commands if not isinstance(one, Withdraw)]
 
 
-def other_ranks_are_not_told_of_a_failure(patch: Patcher) -> None:
-    def forget(self: Any, _: Any, __: Any) -> None:
-        step = self._engine.step
-        step.commands = [one for one in step.commands if not isinstance(one, Withdraw) or "within" in one.reason]
-
-    then(patch, DecodeFetches, "collect", forget)
+@FAULTS.then(DecodeFetches, "collect")
+def other_ranks_are_not_told_of_a_failure(self: Any, *_: Any) -> None:
+    step = self._engine.step
+    step.commands = [one for one in step.commands if not isinstance(one, Withdraw) or "within" in one.reason]
 
 
 # ----------------------------------------------------------------------------------------------------- tokens and ranks
 
 
-def a_token_too_few(patch: Patcher) -> None:
-    ranges = topology.ranges
-    patch.setattr(topology, "ranges", lambda routes, groups, end: ranges(routes, groups, max(1, end - 1)))
+@FAULTS.around(topology, "ranges")
+def a_token_too_few(real: Any, routes: Any, groups: Any, end: int) -> Any:
+    return real(routes, groups, max(1, end - 1))
 
 
-def blocks_are_paired_from_the_first(patch: Patcher) -> None:
+@FAULTS.around(Route, "descriptors")
+def blocks_are_paired_from_the_first(real: Any, self: Any, here: Any, there: Any, first: int, end: int) -> Any:
     """Blocks are not paired by the positions of their tokens."""
-
-    def descriptors(real: Any, self: Any, here: Any, there: Any, first: int, end: int) -> Any:
-        moved = type(there)(here.first_token, there.block_ids) if not there.first_token else there
-        return real(self, here, moved, first, end)
-
-    around(patch, Route, "descriptors", descriptors)
+    moved = type(there)(here.first_token, there.block_ids) if not there.first_token else there
+    return real(self, here, moved, first, end)
 
 
-def decode_s_prefix_is_fetched_again(patch: Patcher) -> None:
-    def groups(real: Any, self: Any, block_ids: Any, _: int) -> Any:
-        return real(self, block_ids, 0)
-
-    around(patch, FetchRequest, "groups", groups)
+@FAULTS.around(FetchRequest, "groups")
+def decode_s_prefix_is_fetched_again(real: Any, self: Any, block_ids: Any, _: int) -> Any:
+    return real(self, block_ids, 0)
 
 
-def prefill_offers_more_than_it_has_computed(patch: Patcher) -> None:
+@FAULTS.around(Writer, "advance")
+def prefill_offers_more_than_it_has_computed(real: Any, self: Any, writing: Any) -> None:
     """Prefill offers one block more than it has computed."""
-
-    def advance(real: Any, self: Any, writing: Any) -> None:
-        offer = writing.offer
-        if offer is None or not offer.update.ready_tokens:
-            real(self, writing)
-            return
-        update, ready = offer.update, min(offer.update.ready_tokens + 4, offer.update.num_tokens - 1)
-        offer.update = msgspec.structs.replace(update, ready_tokens=max(update.ready_tokens, ready))
+    offer = writing.offer
+    if offer is None or not offer.update.ready_tokens:
         real(self, writing)
-        offer.update = update
-
-    around(patch, Writer, "advance", advance)
-
-
-def another_rank_contributes(patch: Patcher) -> None:
-    def contributors(real: Any, prefill: Any, *, tp_rank: int, tp_size: int, kv_shares: int) -> Any:
-        ranks, others = real(prefill, tp_rank=tp_rank, tp_size=tp_size, kv_shares=kv_shares)
-        return tuple((rank + 1) % prefill.tp_size for rank in ranks), others
-
-    around(patch, topology, "contributors", contributors)
+        return
+    update, ready = offer.update, min(offer.update.ready_tokens + 4, offer.update.num_tokens - 1)
+    offer.update = msgspec.structs.replace(update, ready_tokens=max(update.ready_tokens, ready))
+    real(self, writing)
+    offer.update = update
 
 
-def one_rank_of_several_contributes(patch: Patcher) -> None:
-    def contributors(real: Any, *arguments: Any, **named: Any) -> Any:
-        ranks, others = real(*arguments, **named)
-        return ranks[:1], (*ranks[1:], *others)
-
-    around(patch, topology, "contributors", contributors)
+@FAULTS.around(topology, "contributors")
+def another_rank_contributes(real: Any, prefill: Any, **own: int) -> Any:
+    ranks, others = real(prefill, **own)
+    return tuple((rank + 1) % prefill.tp_size for rank in ranks), others
 
 
-def blocks_of_the_kernel_are_not_counted(patch: Patcher) -> None:
-    def uncounted(ranges: Any, groups: Any) -> Any:
-        return tuple(KernelBlockRange(one.first_token, one.block_ids) for one in ranges)
+@FAULTS.around(topology, "contributors")
+def one_rank_of_several_contributes(real: Any, *arguments: Any, **named: Any) -> Any:
+    ranks, others = real(*arguments, **named)
+    return ranks[:1], (*ranks[1:], *others)
 
-    patch.setattr(registry, "kernel_blocks_of", uncounted)
+
+@FAULTS.instead(registry, "kernel_blocks_of")
+def blocks_of_the_kernel_are_not_counted(ranges: Any, _: Any) -> Any:
+    return tuple(KernelBlockRange(one.first_token, one.block_ids) for one in ranges)
 
 
-def heads_are_not_told_apart(patch: Patcher) -> None:
+@FAULTS.around(Route, "__init__")
+def heads_are_not_told_apart(real: Any, self: Any, local: Any, remote: Any) -> None:
     """Every rank writes the first heads of its peer, whichever heads it has."""
-
-    def init(real: Any, self: Any, local: Any, remote: Any) -> None:
-        first = max(local.first_head, remote.first_head)
-        heads = min(local.last_head, remote.last_head) - first
-        changes = {"first_head": 0, "num_heads": heads}
-        real(self, msgspec.structs.replace(local, **changes), msgspec.structs.replace(remote, **changes))
-
-    around(patch, Route, "__init__", init)
+    first = max(local.first_head, remote.first_head)
+    heads = min(local.last_head, remote.last_head) - first
+    changes = {"first_head": 0, "num_heads": heads}
+    real(self, msgspec.structs.replace(local, **changes), msgspec.structs.replace(remote, **changes))
 
 
 # ---------------------------------------------------------------------------------------------------- messages and time
 
 
-def the_last_write_is_taken_for_all_of_them(patch: Patcher) -> None:
-    def take(real: Any, self: Any, message: Any) -> None:
-        if isinstance(message, Written) and message.manifest is not None:
-            self._arrived._following = message.index
-        real(self, message)
-
-    around(patch, WritePart, "take", take)
+@FAULTS.around(WritePart, "take")
+def the_last_write_is_taken_for_all_of_them(real: Any, self: Any, message: Any) -> None:
+    if isinstance(message, Written) and message.manifest is not None:
+        self._arrived._following = message.index
+    real(self, message)
 
 
-def writes_are_counted_and_not_told_apart(patch: Patcher) -> None:
+@FAULTS.around(ArrivedWrites, "take")
+def writes_are_counted_and_not_told_apart(real: Any, self: Any, message: Any) -> Any:
     """A `Written` message that arrives twice counts as two WRITEs."""
-
-    def take(real: Any, self: Any, message: Any) -> Any:
-        self._following += message.index < self._following or message.index in self._waiting
-        return real(self, message)
-
-    around(patch, ArrivedWrites, "take", take)
+    self._following += message.index < self._following or message.index in self._waiting
+    return real(self, message)
 
 
-def anybody_is_believed(patch: Patcher) -> None:
-    def handle(real: Any, self: Any, agent: str, message: Any) -> None:
-        attempt = self._attempts.get(message.attempt)
-        shares = attempt.parts if attempt is not None else []
-        real(self, shares[0].agent if shares else agent, message)
-
-    around(patch, Receiver, "handle", handle)
+@FAULTS.around(Receiver, "handle")
+def anybody_is_believed(real: Any, self: Any, agent: str, message: Any) -> None:
+    attempt = self._attempts.get(message.attempt)
+    shares = attempt.parts if attempt is not None else []
+    real(self, shares[0].agent if shares else agent, message)
 
 
-def a_lease_that_ends_lets_go_of_what_is_written(patch: Patcher) -> None:
-    def turn(real: Any, self: Any, **named: bool) -> None:
-        for request_id, at in list(self._leases.items()):
-            if at <= self._clock.now_seconds():
-                self._outcomes.done(request_id)
-        return real(self, **named)  # type: ignore[no-any-return]
-
-    around(patch, OfferRegistry, "turn", turn)
+@FAULTS.around(OfferRegistry, "turn")
+def a_lease_that_ends_lets_go_of_what_is_written(real: Any, self: Any, **named: bool) -> Any:
+    for request_id, at in list(self._leases.items()):
+        if at <= self._clock.now_seconds():
+            self._outcomes.done(request_id)
+    return real(self, **named)
 
 
+@FAULTS.planted
 def nothing_has_a_deadline(patch: Patcher) -> None:
     class Endless(Deadlines[Any]):
         def take_due(self, now_seconds: float, at_most: int | None = None) -> list[Any]:
@@ -452,60 +371,41 @@ def nothing_has_a_deadline(patch: Patcher) -> None:
     patch.setattr(fetch_request, "Deadlines", Endless)
 
 
-def prefill_does_not_hear_that_it_was_read(patch: Patcher) -> None:
-    def release(_: Any, message: Any) -> None:
-        return None
-
-    patch.setattr(OfferRegistry, "release", release)
+@FAULTS.instead(OfferRegistry, "release")
+def prefill_does_not_hear_that_it_was_read(_: Any, __: Any) -> None:
+    """It waits for the end of the lease."""
 
 
-def a_renewal_outlives_its_request(patch: Patcher) -> None:
+@FAULTS.around(WorkerFacade, "begin_step")
+def a_renewal_outlives_its_request(real: Any, self: Any, step: Any) -> None:
     """A request that arrives and ends in one step: the end is handled first, so its lease is renewed for ever."""
-
-    def begin_step(real: Any, self: Any, step: Any) -> None:
-        begun = {one.request_id for one in step.of(LeaseRenewal)}
-        told = [one for one in step.commands if not isinstance(one, EndRenewal) or one.request_id not in begun]
-        real(self, msgspec.structs.replace(step, commands=told))
-
-    around(patch, WorkerFacade, "begin_step", begin_step)
+    begun = {one.request_id for one in step.of(LeaseRenewal)}
+    told = [one for one in step.commands if not isinstance(one, EndRenewal) or one.request_id not in begun]
+    real(self, msgspec.structs.replace(step, commands=told))
 
 
 # ------------------------------------------------------------------------------------------------------------- staging
 
 
+@FAULTS.planted
 def blocks_are_free_while_they_are_copied(patch: Patcher) -> None:
-    class Uncounted:
-        """Copies are under way, and nobody knows of them."""
-
-        def __get__(self, *_: Any) -> int:
-            return 0
-
-        def __set__(self, *_: Any) -> None:
-            return None
-
-    patch.setattr(Offer, "copies", Uncounted(), raising=False)
+    """Copies are under way, and nobody knows of them."""
+    patch.setattr(Offer, "copies", property(always(0), nothing), raising=False)
     patch.setattr(Offer, "is_free_of_blocks", property(lambda self: self.parked is not None))
 
 
-def what_is_copied_is_told_before(patch: Patcher) -> None:
-    gather = Staging.gather
-
-    def early(self: Any, held: Any, blocks: Any, to_token: int, ended: Callable[[str], None]) -> None:
-        gather(self, held, blocks, to_token, ended)
-        held.staged_token = to_token
-
-    patch.setattr(Staging, "gather", early)
+@FAULTS.around(Staging, "gather")
+def what_is_copied_is_told_before(real: Any, self: Any, held: Any, blocks: Any, to_token: int, ended: Any) -> None:
+    real(self, held, blocks, to_token, ended)
+    held.staged_token = to_token
 
 
-def a_copy_that_failed_counts(patch: Patcher) -> None:
-    copy: Any = Staging._copy
-
-    def counted(self: Any, *arguments: Any) -> None:
-        copy(self, *arguments[:-1], lambda _: arguments[-1](""))
-
-    patch.setattr(Staging, "_copy", counted)
+@FAULTS.around(Staging, "_copy")
+def a_copy_that_failed_counts(real: Any, self: Any, *arguments: Any) -> None:
+    real(self, *arguments[:-1], lambda _: arguments[-1](""))
 
 
+@FAULTS.planted
 def slots_are_free_while_they_are_written_from(patch: Patcher) -> None:
     def let_go(self: Any, held: Any) -> None:
         if not held.copies and held.slots and held not in self.__dict__.setdefault("_gone", set()):
@@ -525,113 +425,79 @@ def slots_are_free_while_they_are_written_from(patch: Patcher) -> None:
     patch.setattr(Staged, "find", find)
 
 
-def slots_are_free_while_they_may_be_written(patch: Patcher) -> None:
+@FAULTS.then(WritePart, "stop")
+def slots_are_free_while_they_may_be_written(self: Any) -> None:
     """Slots of a withdrawn request are free while prefill may still write them."""
-
-    def stop(self: Any) -> None:
-        if self._staging_window is not None:
-            for writer in self._staging_window._writers.values():
-                writer.may_write = False
-            self._staging_window.close(self.address.tp_rank)
-
-    then(patch, WritePart, "stop", stop)
+    if self._staging_window is not None:
+        for writer in self._staging_window._writers.values():
+            writer.may_write = False
+        self._staging_window.close(self.address.tp_rank)
 
 
-def slots_are_copied_when_one_rank_has_written(patch: Patcher) -> None:
-    def written(self: Any, rank: int, end_token: int) -> None:
-        for writer in self._writers.values():
-            writer.written_token = max(writer.written_token, end_token)
-        real(self, rank, end_token)
-
-    real = StagingWindow.written
-    patch.setattr(StagingWindow, "written", written)
+@FAULTS.around(StagingWindow, "written")
+def slots_are_copied_when_one_rank_has_written(real: Any, self: Any, rank: int, end_token: int) -> None:
+    for writer in self._writers.values():
+        writer.written_token = max(writer.written_token, end_token)
+    real(self, rank, end_token)
 
 
-def no_slot_is_kept_for_what_moves(patch: Patcher) -> None:
-
-    def available(self: Any, _: Any) -> int:
-        return int(self.count - sum(self._used.values()))
-
-    patch.setattr(Slots, "available", available)
+@FAULTS.instead(Slots, "available")
+def no_slot_is_kept_for_what_moves(self: Any, _: Any) -> int:
+    return int(self.count - sum(self._used.values()))
 
 
 # ------------------------------------------------------------------------------------------- verified hand-overs
 
 
-def decode_s_blocks_are_free_while_they_are_compared(patch: Patcher) -> None:
-    def end(self: Any, _: Any) -> None:
-        self.stage = Stage.ENDED
-
-    then(patch, WritePart, "_end", end)
+@FAULTS.then(WritePart, "_end")
+def decode_s_blocks_are_free_while_they_are_compared(self: Any, _: Any) -> None:
+    self.stage = Stage.ENDED
 
 
-def prefill_s_blocks_are_free_while_their_digest_is_found(patch: Patcher) -> None:
-    def stop(self: Any, writing: Any, *_: Any, **__: Any) -> None:
-        for job in list(writing.jobs):
-            self._context.transfer_queue.drop(job)
-
-    then(patch, Writer, "stop", stop)
+@FAULTS.then(Writer, "stop")
+def prefill_s_blocks_are_free_while_their_digest_is_found(self: Any, writing: Any, *_: Any, **__: Any) -> None:
+    for job in list(writing.jobs):
+        self._context.transfer_queue.drop(job)
 
 
-def a_digest_is_of_all_heads(patch: Patcher) -> None:
-    digest = Content.digest
-
-    def of_all(self: Any, groups: Any, end_token: int, _: Any, **side: Any) -> str:
-        return digest(self, groups, end_token, self._memory, **side)
-
-    patch.setattr(Content, "digest", of_all)
+@FAULTS.around(Content, "digest")
+def a_digest_is_of_all_heads(real: Any, self: Any, groups: Any, end_token: int, _: Any, **side: Any) -> str:
+    return real(self, groups, end_token, self._memory, **side)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------------ want of memory
 
 
-def what_is_revoked_keeps_its_token(patch: Patcher) -> None:
+@FAULTS.around(OfferRegistry, "revoke")
+def what_is_revoked_keeps_its_token(real: Any, self: Any, *arguments: Any) -> None:
     """Decode would read blocks that belong to another request by then."""
-
-    def revoke(real: Any, self: Any, *arguments: Any) -> None:
-        with mock.patch.object(TokenTable, "remove", nothing):
-            real(self, *arguments)
-
-    around(patch, OfferRegistry, "revoke", revoke)
+    with mock.patch.object(TokenTable, "remove", nothing):
+        real(self, *arguments)
 
 
-def what_is_cached_is_offered_before_the_workers_know_of_it(patch: Patcher) -> None:
-    def offer(real: Any, self: Any, *arguments: Any) -> Any:
-        is_offered = real(self, *arguments)
-        while self._telling:
-            self._telling.pop()()
-        return is_offered
-
-    around(patch, SchedulerFacade, "offer_cached", offer)
+@FAULTS.around(SchedulerFacade, "offer_cached")
+def what_is_cached_is_offered_before_the_workers_know_of_it(real: Any, self: Any, *arguments: Any) -> Any:
+    is_offered = real(self, *arguments)
+    while self._telling:
+        self._telling.pop()()
+    return is_offered
 
 
+@FAULTS.planted
 def transfers_to_a_removed_peer_count_as_ended(patch: Patcher) -> None:
     """As NIXL says it; their bytes are moved all the same."""
+    real = MemoryTransport.state
 
-    def state(real: Any, self: Any, handle: Any) -> TransferState:
-        found: TransferState = real(self, handle)
+    def state(self: Any, handle: Any) -> TransferState:
+        found = real(self, handle)
         return found if handle.receiver in self.peers else TransferState.FAILED
 
-    around(patch, MemoryTransport, "state", state)
+    patch.setattr(MemoryTransport, "state", state)
     patch.setattr(MemoryTransport, "release", nothing)
 
 
+@FAULTS.planted
 def what_is_freed_for_others_stays_in_the_cache(patch: Patcher) -> None:
     original = KeptOffers.ended
     patch.setattr(KeptOffers, "ended", lambda *arguments: (original(*arguments)[0], 0))
     patch.setattr(Pool, "drop_cached", always(0))
-
-
-def every() -> dict[str, Fault]:
-    """Returns every fault, by its name."""
-    functions = [
-        one
-        for one in globals().values()
-        if callable(one) and [*getattr(one, "__annotations__", ())] == ["patch", "return"]
-    ]
-    replaced: dict[str, Fault] = {name: functools.partial(_replace, of=of) for name, of in REPLACED.items()}
-    return replaced | {one.__name__: one for one in functions}
-
-
-def _replace(patch: Patcher, of: tuple[Any, str, Any]) -> None:
-    patch.setattr(*of)

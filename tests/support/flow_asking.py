@@ -19,10 +19,6 @@ POLICIES = pytest.mark.parametrize("recomputes", [True, False], ids=["recompute"
 OTHER = Weights(Tensors("1" * 32, "8" * 32), files="9" * 32)
 
 
-def prompt(seed: int) -> tuple[int, ...]:
-    return tuple((one + 7 * seed) % 50 for one in PROMPT)
-
-
 class Asks(Pair):
     """Decode ``d`` asks prefill ``p``, and others if they are named. The test delivers the answers.
 

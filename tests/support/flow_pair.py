@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,7 +13,7 @@ from kvcached_nixl.ids import EngineId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.messages import Message, Peer, decode, is_heartbeat
-from support.flow_cluster import FORGOTTEN_SECONDS, Cluster
+from support.flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS, Cluster
 from support.flow_engine import Engine, Kind, Request, Status
 from support.flow_memory import Shape
 from support.flow_schedule import Defects
@@ -23,6 +23,12 @@ PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 DIRECTIONS = pytest.mark.parametrize("mode", [PULL, PUSH], ids=["pull", "push"])
 PROMPT = tuple(range(3, 21))
 """18 tokens: four full blocks and a half."""
+BLOCKS_EACH = 5
+"""Blocks of `PROMPT`, and of `prompt`."""
+
+
+def prompt(seed: int) -> tuple[int, ...]:
+    return tuple(100 * seed + token for token in PROMPT)
 
 
 def kind(**changed: Any) -> Kind:
@@ -41,7 +47,9 @@ def is_computed(found: Request) -> bool:
 
 
 class Pair:
-    """One prefill and one decode engine in a `Cluster`."""
+    """One prefill and one decode engine in a `Cluster`. ``made``: all that there are."""
+
+    made: ClassVar[list[Pair]] = []
 
     def __init__(
         self,
@@ -58,6 +66,7 @@ class Pair:
         self.prefill = self.cluster.engine(prefill_name, prefill)
         self.decode = self.cluster.engine("d", decode)
         self._numbers = itertools.count(1)
+        self.made.append(self)
 
     # ------------------------------------------------------------------------------------------------------- a router
 
@@ -82,12 +91,16 @@ class Pair:
         found = {"do_remote_prefill": True, "remote_engine_id": own.engine_id, "remote_host": own.host}
         return {**found, "remote_port": own.port, "tp_size": own.tp_size, "pp_size": own.pp_size, **changed}
 
-    def hand_over(self, prompt: tuple[int, ...] = PROMPT, **request: Any) -> Request:
-        """Runs a complete hand-over, prefill first. Returns decode's request."""
-        upstream = self.ask_prefill(prompt)
+    def offered(self, prompt: tuple[int, ...] = PROMPT, name: str = "cmpl-1-0", **request: Any) -> dict[str, Any]:
+        """Lets prefill compute a prompt. Returns the parameters for decode."""
+        upstream = self.ask_prefill(prompt, name, **request)
         self.settle()
         assert upstream.answer is not None
-        found = self.ask_decode(upstream.answer, prompt, **request)
+        return upstream.answer
+
+    def hand_over(self, prompt: tuple[int, ...] = PROMPT, **request: Any) -> Request:
+        """Runs a complete hand-over, prefill first. Returns decode's request."""
+        found = self.ask_decode(self.offered(prompt), prompt, **request)
         self.settle()
         return found
 
@@ -109,13 +122,13 @@ class Pair:
     def turn(self) -> None:
         self.cluster.turn()
 
-    def round(self, *, engines: bool = True) -> None:
-        """Runs one round of everything but transfers: messages, handshakes, threads and steps."""
-        self.deliver_messages()
-        for question in list(self.cluster.questions):
-            self.cluster.answer(question)
-        self.turn()
-        if engines:
+    def round(self, times: int = 1) -> None:
+        """Runs rounds of everything but transfers: messages, handshakes, threads and steps."""
+        for _ in range(times):
+            self.deliver_messages()
+            for question in list(self.cluster.questions):
+                self.cluster.answer(question)
+            self.turn()
             for engine in self.cluster.running:
                 engine.step()
 
@@ -194,3 +207,9 @@ class Pair:
         left = "\n".join(self.cluster.left())
         assert not left, left
         assert not defects.found
+
+
+def nothing_is_left_of_any() -> None:
+    """Checks all pairs that were made and not checked yet."""
+    while Pair.made:
+        Pair.made.pop().nothing_is_left(LEASE_SECONDS + TIMEOUT_SECONDS)

@@ -7,7 +7,6 @@ Attention's bytes follow from each token and its position; a state's from all to
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,13 +14,11 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvcached_nixl.vllm.patches import arrival
-from support.engine_node import DECODE_ID, prompt
-from support.handover_node import SEND, Node, kv, until_both
+from support.nodes import DECODE_ID, Node, core_request, kv, prompt, until_both
 
 STATE_BYTES = 752
 """Of `attention_engines.STATE_SHAPES`."""
@@ -173,36 +170,27 @@ class GroupsNode(Node):
         request_id: str,
         params: Any,
         max_tokens: int = 4,
-        *args: Any,
-        num_tokens: int = 96,
         first_token: int = 0,
+        num_tokens: int = 96,
+        priority: int = 0,
         stop_token_ids: list[int] | None = None,
-        **more: Any,
     ) -> None:
         if not self.with_states:
-            super().add(request_id, params, max_tokens, first_token, *args, num_tokens=num_tokens, **more)  # type: ignore[misc]
+            super().add(request_id, params, max_tokens, first_token, num_tokens, priority)
             return
-        values = {"prompt_token_ids": prompt(first_token, num_tokens), "request_id": request_id, "arrival_time": 0.0}
-        values["sampling_params"] = SamplingParams(
+        sampling = SamplingParams(
             extra_args={"kv_transfer_params": params},
             ignore_eos=True,
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
         )
-        asked = EngineCoreRequest(**{name: values.get(name) for name in EngineCoreRequest.__struct_fields__[:10]})
+        asked = core_request(request_id, prompt_token_ids=prompt(first_token, num_tokens), sampling_params=sampling)
         # As `EngineCore.preprocess_add_request` does.
         arrival.align_chunks(self.scheduler)
         arrival.draft_behind_prompts(self.scheduler)
         arrival.stop_before_last(asked)
         hasher = get_request_block_hasher(self.geometry.block_size * self.geometry.split, sha256)
         self.scheduler.add_request(Request.from_engine_core_request(asked, hasher))
-
-
-def prefilled(prefill: Node, request_id: str, num_tokens: int, max_tokens: int = 1) -> dict[str, Any]:
-    prefill.add(request_id, SEND, max_tokens, num_tokens=num_tokens)
-    prefill.step_until(lambda: request_id in prefill.transfer_params)
-    found: dict[str, Any] = json.loads(json.dumps(prefill.transfer_params[request_id]))
-    return found
 
 
 def runs_rightly(prefill: Node, decode: GroupsNode, num_tokens: int) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-_GENERATED = re.compile(r"<!-- ([a-z ]+):[^>]*-->\n.*?<!-- end of \1 -->", re.DOTALL)
+_INDENTED = re.compile(r"(?<=\n\n)( {4}.*\n)+")
+"""Code, but for what follows the title of an admonition at once."""
 _CODE = re.compile(r"(`+)(.+?)\1")
 _LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^(#{1,6})\s+(.*?)\s*#*$", re.MULTILINE)
@@ -41,8 +42,9 @@ def anchors(text: str) -> set[str]:
 
 
 def links(text: str) -> list[str]:
-    """Returns the targets of links and images that stay in the repository."""
-    text = _CODE.sub("", "\n".join(_lines_of_prose(text)))
+    """Returns the targets of links and images that stay in the repository. Those in code are none."""
+    for code in (_COMMENT, _FENCE, _INDENTED, _CODE):
+        text = code.sub("", text)
     return [target for _, target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
 
 
@@ -79,26 +81,6 @@ def rows(text: str) -> dict[str, list[str]]:
 def cells_of(line: str) -> list[str]:
     """Returns the cells of a table's row."""
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
-
-
-def _lines_of_prose(text: str) -> Iterator[str]:
-    """Yields lines outside code blocks. Lines of an admonition lose their indentation."""
-    text = _FENCE.sub("", _COMMENT.sub("", _GENERATED.sub("", text)))
-    is_admonition, is_after_text = False, False
-    for line in text.splitlines():
-        if line.startswith(("!!!", "???")):
-            is_admonition = True
-            yield "\n" + " ".join(re.findall(r'"([^"]*)"', line))
-            continue
-        is_indented = line.startswith("    ")
-        is_admonition = is_admonition and (is_indented or not line)
-        if is_admonition:
-            yield line[4:]
-        elif is_indented and not is_after_text:
-            continue
-        else:
-            yield line
-        is_after_text = bool(line.strip())
 
 
 def _is_ruler(line: str) -> bool:

@@ -1,14 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ASGI application behind uvicorn, as vLLM runs it, and a client that sends a large request before it reads."""
+"""vLLM's own ASGI application; one behind uvicorn, and a client that sends a large request before it reads."""
 
 from __future__ import annotations
 
 import http.client
+import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
+
+from support.patches import first_bound
+
+
+def vllm_application(transfer: Mapping[str, Any], *arguments: str) -> tuple[Any, Any]:
+    """Returns vLLM's application, whose key is "key", and the parsed ``kv_transfer_config``."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    places = ("common.cli_args", "launchers.cli_args", "openai.cli_args")
+    make_parser = first_bound([f"vllm.entrypoints.{one}" for one in places], "make_arg_parser")
+    build = first_bound(("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server"), "build_app")
+    given = ["--model", "m", "--api-key", "key", "--kv-transfer-config", json.dumps(transfer), *arguments]
+    parsed = make_parser(FlexibleArgumentParser()).parse_args(given)
+    return build(parsed, ("generate",)), parsed.kv_transfer_config
 
 
 @contextmanager
