@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hostvmm.errors import HostvmmError
+from kvcached_nixl.errors import Refused
 from kvcached_nixl.processes import start_ticks
 
 SIZE_VARIABLE = "KVCACHED_HOSTVMM_GIB"
@@ -28,6 +28,14 @@ _SLOTS = 128
 _ACCOUNT_BYTES = _HEADER.size + _SLOTS * _SLOT.size
 _MAGIC = 0x314D4D5654534F48
 _VERSION = 1
+
+
+class HostvmmError(Refused, RuntimeError):
+    """kvcached on host memory cannot be built, or cannot run here.
+
+    It is also a RuntimeError, because kvcached lets only those pass while it sets up its block pool. It would log any
+    other exception, and the engine would continue with vLLM's own block pool over memory without pages.
+    """
 
 
 @dataclass(frozen=True)

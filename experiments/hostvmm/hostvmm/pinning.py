@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hostvmm.errors import HostvmmError
+from hostvmm.device import HostvmmError
 from kvcached_nixl.patching import Call
 
 REGISTRATION_VARIABLE = "NIXL_HOSTVMM_REGISTRATION"
