@@ -280,11 +280,8 @@ class Server:
         deadline = time.monotonic() + STOP_SECONDS
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.02)
-        shared, sockets = (
-            Path("/dev/shm").glob(f"*{self.identity}*"),
-            Path("/tmp").glob(f"kvcached-tp-{self.identity}*"),
-        )
-        for leftover in [*shared, *sockets]:
+        shared = Path("/dev/shm").glob(f"*{self.identity}*")
+        for leftover in [*shared, *Path("/tmp").glob(f"kvcached-tp-{self.identity}*")]:
             if leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
@@ -298,9 +295,7 @@ class Running:
     """
 
     def __init__(self, specs: list[ServerSpec], logs: Path, on_wait: Callable[[str], None] | None = None) -> None:
-        self.specs = specs
-        self.logs = logs
-        self.on_wait = on_wait
+        self.specs, self.logs, self.on_wait = specs, logs, on_wait
         self.servers: list[Server] = []
         self.ports: list[tuple[int, int] | None] = [None] * len(specs)
 
