@@ -152,11 +152,8 @@ def _children() -> frozenset[int]:
 
 
 def _bench(run: Run, one: _Deployed, model: Path, *, at_a_time: int, prompts: int, seed: int) -> dict[str, float]:
-    """Run vLLM's load generator once, with prompts that it draws itself, from ``seed``.
-
-    Returns the figures that it reports, and the CPU time of all servers of the arm, and of its router, for each token
-    of an answer.
-    """
+    """Run vLLM's load generator once, with prompts that it draws itself, from ``seed``. Returns the figures that it
+    reports, and the CPU time of all processes of the arm for each token of an answer."""
     # In this process: its import takes half a minute.
     from vllm.benchmarks.serve import add_cli_args, main
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -218,13 +218,8 @@ def serving(run: Run, arm: Arm, messages: Sequence[Sequence[Message]]) -> Iterat
 async def converse(
     served: Serving, talks: Sequence[Sequence[Turn]], salt: str, samples: Samples, thinks: float
 ) -> list[str]:
-    """Let all clients talk: their first turns one after the other, then the further ones, each in its own time.
-
-    Args:
-        thinks: multiple of the time for which they think.
-
-    Returns: what was not right.
-    """
+    """Let all clients talk: their first turns one after the other, then the further ones, each after ``thinks`` times
+    its own time to think. Returns what was not right."""
     async with http_client(len(talks)) as http:
         clients = [Client(url, http) for url in served.urls]
 

@@ -154,11 +154,8 @@ class Router:
         self.prefill, self.decode = Client(prefill.base_url, http), Client(decode.base_url, http)
 
     async def hand_over(self, length: int, tokens: int = 1, *, late_seconds: float | None = None) -> Handed:
-        """Hand a prompt of ``length`` tokens over, and stream ``tokens`` tokens of its answer.
-
-        Args:
-            late_seconds: so long after prefill's answer decode gets its request, also where the arm streams.
-        """
+        """Hand a prompt of ``length`` tokens over, and stream ``tokens`` tokens of its answer. ``late_seconds``: so
+        long after prefill's answer decode gets its request, also where the arm streams."""
         name, prompt = self._next(length)
         asked = time.perf_counter()
         if self.arm.asks:

@@ -70,11 +70,7 @@ class Column:
 
 @dataclass
 class Samples:
-    """See the module.
-
-    Args:
-        forms: how each part of a setting is written, such as "{} tokens".
-    """
+    """See the module. ``forms``: how each part of a setting is written, such as "{} tokens"."""
 
     forms: tuple[str, ...]
     figures: dict[tuple[Setting, str], dict[str, list[float]]] = field(default_factory=dict)

@@ -178,11 +178,8 @@ class _Checks:
         self.harness.add(compared(self.arm.name, what, differences, outcome, **figures))
 
     async def plant(self) -> None:
-        """Compare damaged hand-overs with the same pair's undamaged ones, which have to be equal bit for bit.
-
-        Raises:
-            NotCaught: a damage changed too little, or requests differ without one.
-        """
+        """Compare damaged hand-overs with the same pair's undamaged ones, which have to be equal bit for bit. Raises
+        NotCaught if a damage changed too little, or requests differ without one."""
         damages = self.subject.damages(self.groups)
         prompts = [prompt for _, prompt in damages]
         clean, again = [
@@ -333,14 +330,8 @@ class _Checks:
 
 
 class PoolMemory(contextlib.ExitStack):
-    """Samples kvcached's memory counters of ``ipc_names`` during a ``with`` block.
-
-    Args:
-        resting_bytes: what may stay mapped while the server is idle: the page group of vLLM's null block.
-
-    Attributes:
-        resting: the bytes each pool had mapped after each round.
-    """
+    """Samples kvcached's memory counters during a ``with`` block. ``resting_bytes`` may stay mapped while a server is
+    idle: the page group of vLLM's null block. ``resting``: the bytes that each pool had mapped after each round."""
 
     def __init__(self, ipc_names: Sequence[str], resting_bytes: int) -> None:
         super().__init__()

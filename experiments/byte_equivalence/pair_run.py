@@ -220,11 +220,7 @@ class PairRun:
 
 
 def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the records of transfers that every rank has recorded, with the digests of all ranks joined.
-
-    Args:
-        records: the probe's records of each rank, in any order.
-    """
+    """Return the records of transfers that every rank has recorded, with the digests of all ranks joined."""
     first, *others = records or [[]]
     known = [{one["transfer"]: one["digests"] for one in rank} for rank in others]
     return [

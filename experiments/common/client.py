@@ -153,14 +153,8 @@ class Client:
         headers: Mapping[str, str] | None = None,
         **more: Any,
     ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-        """Send a greedy completion; yields when each part of its answer came, and the part.
-
-        Args:
-            more: of the request's body.
-
-        Raises:
-            AnswerError: it is an error, empty or cut short.
-        """
+        """Send a greedy completion, with ``more`` in its body; yields when each part of its answer came, and the part.
+        Raises AnswerError if that is an error, empty or cut short."""
         asked = self._completion(prompt, max_tokens, salt, request_id, {"stream": True, **more})
         asked["headers"] |= headers or {}
         words, is_empty = f"{self.base_url}, {request_id}", True
@@ -195,11 +189,8 @@ class Client:
         return {"url": f"{self.base_url}/v1/completions", "json": body, "headers": {"X-Request-Id": request_id}}
 
     async def offer(self, prompt: list[int], *, salt: str, request_id: str, **more: Any) -> dict[str, Any]:
-        """Prefill ``prompt``, as a router asks for it, with ``more`` parameters; returns those for decode.
-
-        Raises:
-            AnswerError: there are none.
-        """
+        """Prefill ``prompt``, as a router asks for it, with ``more`` parameters; returns those for decode. Raises
+        AnswerError if there are none."""
         params = {"do_remote_decode": True, "do_remote_prefill": False, **more}
         answer = await self.complete(prompt, max_tokens=1, salt=salt, request_id=request_id, kv_transfer_params=params)
         offered: dict[str, Any] | None = answer.get("kv_transfer_params")

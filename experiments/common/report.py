@@ -99,11 +99,8 @@ class Run:
 
 
 def named(some: Iterable[Any], option: str, *words: str) -> list[Any]:
-    """Return those whose names have a word in them that ``option`` of the command line gives.
-
-    Raises:
-        ServerError: there is none.
-    """
+    """Return those whose names have a word in them that ``option`` of the command line gives. Raises ServerError if
+    there is none."""
     known = {one.name: one for one in some}
     found = [one for name, one in known.items() if any(word.lower() in name.lower() for word in words)]
     if not found:
@@ -186,11 +183,8 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def make_panels(count: int, width: float, height: float, *, a_row: int = 0, **more: Any) -> tuple[Any, Any]:
-    """Return a figure of ``width`` by ``height`` inches, and its ``count`` panels side by side.
-
-    Args:
-        a_row: how many are side by side, in as many rows as it takes; 0: all.
-    """
+    """Return a figure of ``width`` by ``height`` inches, and its ``count`` panels, ``a_row`` of them side by side; 0:
+    all."""
     # Imported here, not at the top: tables need no matplotlib.
     from matplotlib.figure import Figure
 

@@ -50,11 +50,7 @@ STEP_SECONDS = 2
 
 
 class Prometheus:
-    """A running Prometheus.
-
-    Attributes:
-        began_at: seconds since the epoch.
-    """
+    """A running Prometheus, since ``began_at`` (seconds since the epoch)."""
 
     def __init__(self, url: str, targets: Path) -> None:
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=60.0)

@@ -85,11 +85,8 @@ def read_alerts(path: Path) -> list[Query]:
 
 
 def without_threshold(expression: str) -> str:
-    """Return an expression whose comparisons say 0 or 1 for each series, instead of leaving series out.
-
-    Raises:
-        ValueError: there is no comparison.
-    """
+    """Return an expression whose comparisons say 0 or 1 for each series, instead of leaving series out. Raises
+    ValueError if there is no comparison."""
     found, count = _COMPARISON.subn(lambda one: f"{one[0]} bool" if one["operator"] else one[0], expression)
     if not count or found == expression:
         raise ValueError(f"found no comparison in {expression!r}; expected one, as in any alert")

@@ -74,11 +74,8 @@ def read_counts(engines: Engines) -> Counts:
 
 
 class DeviceWatch(Sampler):
-    """Samples the emulated device ``name`` during a ``with`` block.
-
-    Args:
-        sessions: the engines' sessions (process ids of their leaders), by the engine's name.
-    """
+    """Samples the emulated device ``name`` during a ``with`` block. ``sessions``: those of the engines (process ids of
+    their leaders), by the engine's name."""
 
     def __init__(self, name: str, sessions: Mapping[str, int]) -> None:
         super().__init__(f"memory of {name}", SAMPLE_SECONDS)
@@ -236,11 +233,8 @@ def _started(
 
 
 async def _warm_up(targets: Mapping[str, Target], arm: Arm) -> None:
-    """Make hand-overs that are not measured: they include the handshake and the first steps.
-
-    Raises:
-        ServerError: not even one request alone is answered.
-    """
+    """Make hand-overs that are not measured: they include the handshake and the first steps. Raises ServerError if not
+    even one request alone is answered."""
     async with httpx.AsyncClient(timeout=ANSWERED_SECONDS, trust_env=False) as http:
         for number in range(WARM_UP_REQUESTS):
             arrived = {model: Arrival(0.0, model, number, 32) for model in targets}

@@ -204,11 +204,7 @@ async def ask(client: Any, request: Request) -> Answer:
 
 
 async def answers(url: str, asked: Sequence[Request]) -> dict[Request, Answer]:
-    """Return what a server says to each request, one at a time.
-
-    Raises:
-        openai.OpenAIError: it answered with an error.
-    """
+    """Return what a server says to each request, one at a time. Raises openai.OpenAIError if that is an error."""
     async with client_of(url) as client:
         return {request: await ask(client, request) for request in asked}
 
