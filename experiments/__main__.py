@@ -66,62 +66,41 @@ QUESTIONS = MappingProxyType(
 How much sooner does a client get its first token when prefill pushes KV than when decode pulls it?
   Stock pull; stock push (vLLM 0.28); and over kvcached's contiguous memory: pull, push of whole requests, and push
   streamed chunk by chunk while prefill computes. Over shared memory; TCP; and, where a network namespace can be made,
-  TCP over a link that carries KV 1.2 times as fast as prefill computes it here. --only names transports.
-targets, medians:
-  over TCP, time to first token, pull / streamed push: >= 1.5 from 1,024 tokens up, never below 1
-  streamed push: the transfer time left after the last step is <= 1.1 x that of a prompt of one chunk
-  time to first token, stock push / streamed push: >= 1.2 from 2,048 tokens up""",
+  TCP over a link that carries KV 1.2 times as fast as prefill computes it here. --only names transports.""",
         "memory_path": """\
 What does staging cost, and how much memory does it free sooner? The direct path, and a slab in host memory:
   memory       a server's resident memory besides kvcached's pages, with 1, 8 and 60 GiB reserved
   first-token  time to first token over TCP and shared memory; also for a pull whose every hand-over is verified
   pages        how long prefill's blocks stay in use after its last step, and their pages mapped; and how much of its
                pool is mapped under load, when decode gets a request half a second after prefill's answer
-  --only names parts.
-targets:
-  resident memory beyond the direct path's: at most 1.05 x the slab, whatever the reserved size
-  time to first token over TCP: at most 1.15 x the direct path's
-  prefill's blocks stay in use for at most 1.2 x the time of the copy""",
+  --only names parts.""",
         "family_cost": """\
 What does it cost to hand over a model that keeps KV in several KV-cache groups?
   Gemma 4 (full attention and windows), Nemotron-H (Mamba2 states and full attention), and a model with one group:
-  stock pull, pull in both layouts, and streamed push. --only names models; --rounds is 10.
-targets, for each model, medians:
-  time to first token, pull contiguous / stock pull       <= 1.15
-  a prompt's descriptors, contiguous / non-contiguous     <= 0.5""",
+  stock pull, pull in both layouts, and streamed push. --only names models; --rounds is 10.""",
         "bench_serve": """\
 What does vLLM's own load generator measure with prefill/decode, beside stock prefill/decode?
   `vllm bench serve` with random prompts, against one prefill and one decode server, pull and push: decode that asks
   prefill; the same behind vllm-router; vLLM's own connectors without kvcached, behind vllm-router; and one instance
-  with as many threads as both servers together. --only names transfer modes; --rounds is 3.
-targets: every request is answered, with KV from prefill. Decode that asks, beside stock: at least as many requests a
-  second; first and further tokens as soon, and for as little CPU time (medians of the ratios of the rounds)""",
+  with as many threads as both servers together. --only names transfer modes; --rounds is 3.""",
         "asking": """\
 Is a first token later when decode asks prefill than when a router does?
   The same servers and requests in turn: to decode, which asks prefill; and as a router sends them, to prefill and with
-  its answer to decode (pull), or to both at once (push). --only names the transfer mode; --rounds is 20.
-targets: the median first token comes no later than with a router""",
+  its answer to decode (pull), or to both at once (push). --only names the transfer mode; --rounds is 20.""",
         "conversations": """\
 How late are first tokens of further turns, where KV is kept, is on another server, or is asked for again?
   8 conversations of 6 turns, with time to think. One stock instance, which keeps all of it (stock); decode that keeps
   it (home); three servers that ask each other, each turn on another one (other); decode that asks prefill for whatever
   is missing (asks); and stock P/D behind vLLM's proxy. Each answer is compared with stock's. --only names arms;
-  --rounds is 3.
-targets, medians, from turn 2 on:
-  time to first token, home / stock <= 1.15; other / stock <= 1.3; asks / home and stock P/D / home >= 2
-  bytes moved: at most those of the blocks that are missing where the turn is asked
-  no answer is wrong, and none an error""",
+  --rounds is 3.""",
         "traces": """\
 Do the spans of a request account for its time to first token?
   A prefill and a decode server that asks it, and a collector of their spans: pull, push, and both staged through host
   memory. Decode's spans before the first token, and prefill's while decode asks, are added up. --only names arms. A
-  whole run draws docs/trace.png.
-targets, for each arm:
-  the spans of prefill and decode have the client's trace, and every state of the hand-over is there
-  they add up to the time to first token: within 5 % for the median request, within 10 % for any""",
+  whole run draws docs/trace.png.""",
     }
 )
-"""What each question of ``bench`` asks, and its targets; the module of the same name answers it."""
+"""What each question of ``bench`` asks; the module of the same name answers it."""
 
 EXPERIMENTS = MappingProxyType(
     {
@@ -164,7 +143,7 @@ What does a hand-over cost? Each question compares arms, whose servers run at th
 
 """
             + "\n\n".join(f"{name}: {text}" for name, text in QUESTIONS.items()),
-            "those of the question. The results have its name, and a plot may lie beside them",
+            "printed, each with its limit. The results have the question's name, and a plot may lie beside them",
             (
                 ("question", {"choices": QUESTIONS, "metavar": "QUESTION", "help": f"one of {', '.join(QUESTIONS)}"}),
                 _quick("fewer settings and rounds"),
@@ -241,7 +220,7 @@ server. Nobody is told of any of this. Each answer is compared with one stock in
             (_mode(KEEPS_OTHERS), _word("--change", "changes", KEEPS_OTHERS)),
         ),
         "dashboard": Experiment(
-            "dashboard.report",
+            "dashboard.queries",
             """\
 Does every query of the dashboard and of the alert rules return data from a real Prometheus?
 
@@ -255,7 +234,7 @@ requests of each pair; when a pair is idle again, its memory is back""",
             (),
         ),
         "stacks": Experiment(
-            "stacks.report",
+            "stacks.measure",
             """\
 Do other projects' stacks get right answers from a prefill and a decode server with kvcached, and errors when prefill
 dies?

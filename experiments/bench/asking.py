@@ -29,7 +29,7 @@ def answer(run: Run) -> Answer:
         extra = {"transfer_mode": mode}
         arms = [replace(arm, extra=extra, is_streamed=mode == "push") for arm in (ASKS, ROUTER)]
         Comparison(arms, specs, ask, rounds).measure(run, samples, mode)
-        run.tell(f"{mode}: done")
+        run.say(f"{mode}: done")
     words = f"first token, {ASKS.name} / {ROUTER.name}"
     verdicts = samples.compare(ASKS.name, ROUTER.name, "first_token", words, most=1.0)
     table = samples.table(f"who asks prefill, vLLM {run.vllm}", COLUMNS)

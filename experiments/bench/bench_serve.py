@@ -65,7 +65,22 @@ GROUPS: Mapping[str, tuple[Arm, ...]] = {
 }
 """Arms whose servers run at the same time and take turns, by transfer mode."""
 PAIRS = ((PULL, STOCK_PULL), (PUSH, STOCK_PUSH))
-"""What is compared with targets."""
+COMPARED = {
+    "requests_per_second": "requests/s",
+    "first_token_p50_ms": "first token p50",
+    "token_p50_ms": "further tokens p50",
+    "cpu_token_ms": "CPU a token",
+}
+"""What is compared with targets, of which arms."""
+FIGURES = {
+    "requests_per_second": "request_throughput",
+    "tokens_per_second": "output_throughput",
+    "first_token_p50_ms": "median_ttft_ms",
+    "first_token_p99_ms": "p99_ttft_ms",
+    "token_p50_ms": "median_tpot_ms",
+    "token_p99_ms": "p99_tpot_ms",
+}
+"""As the load generator names them."""
 COLUMNS = (
     Column("requests/s", "requests_per_second", 1, 2),
     Column("tokens/s", "tokens_per_second", 1),
@@ -114,17 +129,17 @@ def measure(run: Run, samples: Samples, arms: Sequence[Arm]) -> dict[str, tuple[
         deployed = []
         for arm in arms:
             known, specs, logs = _children(), arm.specs(model), run.logs / arm.name
-            start = behind(vllm_router, specs, logs, run.show) if arm.is_behind else alone(specs, logs, run.show)
+            start = behind(vllm_router, specs, logs, run.update) if arm.is_behind else alone(specs, logs, run.update)
             deployed.append(_Deployed(arm, stack.enter_context(start), _children() - known))
         warm = max(prompts.values())
         # Stock's memory is there from the start; kvcached's pages come with the first requests that need them, and the
         # kernel clears them for an emulated device.
         for one in deployed:
-            run.show(f"{one.arm.name}: warming up")
+            run.update(f"{one.arm.name}: warming up")
             _bench(run, one, model, at_a_time=max(prompts), prompts=warm, seed=0)
         for seed, (number, at_a_time) in enumerate(itertools.product(range(rounds), prompts), start=1):
             for one in in_turn(deployed, seed):
-                run.show(f"{one.arm.name}: {at_a_time} at a time, {number + 1} of {rounds}")
+                run.update(f"{one.arm.name}: {at_a_time} at a time, {number + 1} of {rounds}")
                 found = _bench(run, one, model, at_a_time=at_a_time, prompts=prompts[at_a_time], seed=seed)
                 samples.add((at_a_time,), one.arm.name, **found)
         asked = warm + rounds * sum(prompts.values())
@@ -137,11 +152,8 @@ def _children() -> frozenset[int]:
 
 
 def _bench(run: Run, one: _Deployed, model: Path, *, at_a_time: int, prompts: int, seed: int) -> dict[str, float]:
-    """Run vLLM's load generator once, with prompts that it draws itself, from ``seed``.
-
-    Returns the figures that it reports, and the CPU time of all servers of the arm, and of its router, for each token
-    of an answer.
-    """
+    """Run vLLM's load generator once, with prompts that it draws itself, from ``seed``. Returns the figures that it
+    reports, and the CPU time of all processes of the arm for each token of an answer."""
     # In this process: its import takes half a minute.
     from vllm.benchmarks.serve import add_cli_args, main
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -160,16 +172,9 @@ def _bench(run: Run, one: _Deployed, model: Path, *, at_a_time: int, prompts: in
     with (run.logs / f"{one.arm.name}-bench.log").open("a") as log, contextlib.redirect_stdout(log):
         said = main(parser.parse_args(options))
     used_seconds = one.cpu_seconds() - before
-    return {
-        "failed": prompts - said["completed"],
-        "requests_per_second": float(said["request_throughput"]),
-        "tokens_per_second": float(said["output_throughput"]),
-        "first_token_p50_ms": float(said["median_ttft_ms"]),
-        "first_token_p99_ms": float(said["p99_ttft_ms"]),
-        "token_p50_ms": float(said["median_tpot_ms"]),
-        "token_p99_ms": float(said["p99_tpot_ms"]),
-        "cpu_token_ms": used_seconds / said["total_output_tokens"] * 1e3,
-    }
+    cpu_token_ms = used_seconds / said["total_output_tokens"] * 1e3
+    figures = {ours: float(said[theirs]) for ours, theirs in FIGURES.items()}
+    return {"failed": prompts - said["completed"], **figures, "cpu_token_ms": cpu_token_ms}
 
 
 def judge(samples: Samples, handed: Mapping[str, tuple[int, int]]) -> list[Verdict]:
@@ -178,12 +183,7 @@ def judge(samples: Samples, handed: Mapping[str, tuple[int, int]]) -> list[Verdi
     for arm, (asked, moved) in handed.items():
         verdicts.append(Verdict(f"{arm}: requests with KV from prefill (all)", f"{moved} of {asked}", moved >= asked))
     for arm, other in ((ours.name, stock.name) for ours, stock in PAIRS):
-        for figure, words, is_time in (
-            ("requests_per_second", "requests/s", False),
-            ("first_token_p50_ms", "first token p50", True),
-            ("token_p50_ms", "further tokens p50", True),
-            ("cpu_token_ms", "CPU a token", True),
-        ):
-            limit = {"most": 1.0} if is_time else {"least": 1.0}
+        for figure, words in COMPARED.items():
+            limit = {"least" if figure == "requests_per_second" else "most": 1.0}
             verdicts += samples.compare(arm, other, figure, f"{arm} / {other}, {words}", by_round=True, **limit)
     return verdicts

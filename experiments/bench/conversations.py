@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How late is the first token of a conversation's further turns, when its KV is here, elsewhere, or asked for again?
 
-All arms get the same prompts. The stock instance's answers are the right ones.
+All arms get the same prompts. The stock instance's answers are the right ones: what is sent in a turn has those to the
+earlier turns, so a wrong answer does not spread.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
 import statistics
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
+
+import httpx
 
 from experiments.bench import push_vs_pull
 from experiments.bench.pairs import KVCACHED, in_turn
-from experiments.bench.samples import Answer, Column, Run, Samples, Setting, percentile
-from experiments.bench.talks import ANSWER_TOKENS, Got, Load, Message, Turn, ask, learn
-from experiments.common.client import Client, http_client
+from experiments.bench.samples import Answer, Column, Run, Samples, percentile
+from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, compare_answers
+from experiments.common.client import Answer as Alone
+from experiments.common.client import AnswerError, Client, http_client
 from experiments.common.counted import samples as metrics
 from experiments.common.counted import settled
 from experiments.common.device import nixl, role, with_extra
@@ -34,6 +41,7 @@ KV_BYTES_PER_TOKEN = push_vs_pull.KV_BYTES_PER_TOKEN // 2
 BLOCK_TOKENS = push_vs_pull.BLOCK_SIZE
 BLOCK_BYTES = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
 FIRST, FURTHER = "turn 1", "turns 2+"
+MESSAGE_TOKENS, ANSWER_TOKENS = (16, 128), 32
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,10 @@ COLUMNS = (
 def answer(run: Run) -> Answer:
     load, samples, rounds = Load(2, 3, 1024, 1.5) if run.quick else Load(), Samples(("{}",)), run.times(3, 1)
     problems, asked, planted = measure(run, load, rounds, samples)
-    add_ratios(samples)
+    for setting, arm in list(samples.figures):
+        ours, stock = (samples.values(setting, one, "first_token") for one in (arm, STOCK.name))
+        if ours and stock:
+            samples.add(setting, arm, ratio=statistics.median(ours) / statistics.median(stock))
     table = samples.table(f"conversations, vLLM {run.vllm}; medians", COLUMNS)
     content = {"load": asdict(load), "rounds": rounds, "problems": problems, "samples": samples.as_json()}
     return Answer([table], [*judge(samples, problems, asked), *planted], content)
@@ -143,19 +154,11 @@ def measure(run: Run, load: Load, rounds: int, samples: Samples) -> tuple[list[s
         begins = [talk[:2] for talk in talks]
         for number in range(rounds + 1):
             for served in in_turn(all_, number - 1):
-                run.show(f"{served.arm.name}: round {number} of {rounds}")
+                run.update(f"{served.arm.name}: round {number} of {rounds}")
                 of, into, thinks = (talks, samples, 1.0) if number else (begins, Samples(samples.forms), 0.0)
                 problems += asyncio.run(converse(served, of, f"round-{number}", into, thinks))
         planted = [asyncio.run(plant(one, talks[0][-1])) for one in all_ if one.arm is HOME]
     return problems, len(all_) * sum(map(len, [*talks * rounds, *begins])), planted
-
-
-def add_ratios(samples: Samples) -> None:
-    """Add each arm's median time to first token, as a multiple of stock's."""
-    for setting, arm in list(samples.figures):
-        ours, stock = (samples.values(setting, one, "first_token") for one in (arm, STOCK.name))
-        if ours and stock:
-            samples.add(setting, arm, ratio=statistics.median(ours) / statistics.median(stock))
 
 
 @dataclass(frozen=True)
@@ -202,10 +205,10 @@ def _counted(server: Server) -> Counter[str]:
 @contextlib.contextmanager
 def serving(run: Run, arm: Arm, messages: Sequence[Sequence[Message]]) -> Iterator[Serving]:
     """Start the servers of an arm, and vLLM's proxy before a stock pair."""
-    with arm.start(arm.specs(messages), run.logs, run.show) as launched:
+    with arm.start(arm.specs(messages), run.logs, run.update) as launched:
         servers = launched.ready()
         if arm.is_stock and len(servers) > 1:
-            with toy_proxy(servers[:1], servers[1:], run.logs / "proxy.log", run.tell) as url:
+            with toy_proxy(servers[:1], servers[1:], run.logs / "proxy.log", run.say) as url:
                 yield Serving(arm, launched, [url])
         else:
             asked = [one for one in servers if role(one.spec.name) != "kv_producer"]
@@ -215,13 +218,8 @@ def serving(run: Run, arm: Arm, messages: Sequence[Sequence[Message]]) -> Iterat
 async def converse(
     served: Serving, talks: Sequence[Sequence[Turn]], salt: str, samples: Samples, thinks: float
 ) -> list[str]:
-    """Let all clients talk: their first turns one after the other, then the further ones, each in its own time.
-
-    Args:
-        thinks: multiple of the time for which they think.
-
-    Returns: what was not right.
-    """
+    """Let all clients talk: their first turns one after the other, then the further ones, each after ``thinks`` times
+    its own time to think. Returns what was not right."""
     async with http_client(len(talks)) as http:
         clients = [Client(url, http) for url in served.urls]
 
@@ -264,7 +262,8 @@ async def plant(served: Serving, turn: Turn) -> Verdict:
 def judge(samples: Samples, problems: Sequence[str], asked: int) -> list[Verdict]:
     def first_tokens(arm: Arm, other: Arm, **limit: float) -> list[Verdict]:
         words = f"first token, {arm.name} / {other.name}"
-        return samples.compare(arm.name, other.name, "first_token", words, where=_is_further, **limit)
+        where = {"where": lambda setting: setting == (FURTHER,)}
+        return samples.compare(arm.name, other.name, "first_token", words, **where, **limit)
 
     verdicts = first_tokens(HOME, STOCK, most=1.15) + first_tokens(OTHER, STOCK, most=1.3)
     verdicts += first_tokens(ASKS, HOME, least=2.0) + first_tokens(STOCK_PD, HOME, least=2.0)
@@ -276,5 +275,89 @@ def judge(samples: Samples, problems: Sequence[str], asked: int) -> list[Verdict
     return [*verdicts, Verdict("wrong answers and errors (0)", f"{len(problems)} of {asked}", not problems)]
 
 
-def _is_further(setting: Setting) -> bool:
-    return setting == (FURTHER,)
+# -------------------------------------------------------------------------------------------- what clients say, and get
+
+
+@dataclass(frozen=True)
+class Load:
+    """The conversations. A client thinks for half of ``think_seconds`` to one and a half of it before each turn: so
+    long that on few cores turns mostly have the servers to themselves."""
+
+    conversations: int = 8
+    turns: int = 6
+    history_tokens: int = 8192
+    think_seconds: float = 6.0
+
+    def messages(self) -> list[list[Message]]:
+        """Return what clients say: the same in each run. The first message of each conversation stands for its history
+        until then; that of the last turn is as long as asked for at most, unless that is too short for the turns."""
+        draw = random.Random(17)
+        grows = (self.turns - 1) * (MESSAGE_TOKENS[1] + ANSWER_TOKENS)
+        first = (self.history_tokens // 2, max(self.history_tokens // 2, self.history_tokens - grows))
+        sizes = (first, *[MESSAGE_TOKENS] * (self.turns - 1))
+
+        def one(size: tuple[int, int]) -> Message:
+            tokens = [draw.randrange(3, 500) for _ in range(draw.randint(*size))]
+            return Message(tokens, self.think_seconds * draw.uniform(0.5, 1.5))
+
+        return [[one(size) for size in sizes] for _ in range(self.conversations)]
+
+
+class Message(NamedTuple):
+    """What a client says in a turn, and for how long it thinks before."""
+
+    tokens: list[int]
+    think_seconds: float
+
+
+class Turn(NamedTuple):
+    """A turn: the whole prompt, and the stock instance's answer."""
+
+    prompt: list[int]
+    think_seconds: float
+    right: Alone
+
+
+async def learn(url: str, messages: Sequence[Sequence[Message]]) -> list[list[Turn]]:
+    """Return the conversations with the answers of the server at ``url``."""
+    async with http_client(1) as http:
+        asked = Client(url, http)
+
+        async def answered(prompt: list[int], salt: str) -> Alone:
+            return await asked.answer(prompt, max_tokens=ANSWER_TOKENS, salt=salt, request_id=salt)
+
+        talks: list[list[Turn]] = []
+        for number, said in enumerate(messages):
+            history: list[int] = []
+            talks.append([])
+            for tokens, think_seconds in said:
+                prompt = [*history, *tokens]
+                talks[-1].append(Turn(prompt, think_seconds, await answered(prompt, f"right-{number}")))
+                history = [*prompt, *talks[-1][-1].right.token_ids]
+        return talks
+
+
+class Got(NamedTuple):
+    """What a client got: the time to first token, or None with an error; and what was not right."""
+
+    seconds: float | None
+    problem: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "error" if self.seconds is None else "wrong" if self.problem else "right"
+
+    @property
+    def figures(self) -> dict[str, float]:
+        times = {} if self.seconds is None else {"first_token": self.seconds}
+        return {**{one: float(one == self.verdict) for one in ("right", "wrong", "error")}, **times}
+
+
+async def ask(to: Client, prompt: list[int], right: Alone, salt: str, name: str) -> Got:
+    begun = time.perf_counter()
+    try:
+        first, found = await to.streamed(prompt, max_tokens=ANSWER_TOKENS, salt=salt, request_id=name)
+    except (AnswerError, httpx.HTTPError) as error:
+        return Got(None, f"{name}: {error!r}")
+    differences = compare_answers(name, right, found, LOGPROB_TOLERANCE["float32"])
+    return Got(first - begun, "; ".join(f"{name}: {one.aspect}, {one.text}" for one in differences))

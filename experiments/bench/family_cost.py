@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from experiments.bench.pairs import APART, FORMS, KVCACHED, Arm, Comparison, Router, pair_specs
 from experiments.bench.samples import Answer, Column, Run, Samples
@@ -41,7 +42,7 @@ def answer(run: Run) -> Answer:
     rounds = dict.fromkeys(((length, 1) for length in LENGTHS), run.times(10, 5))
     for model in run.chosen(MODELS):
         Comparison(ARMS, functools.partial(specs, model), ask, rounds).measure(run, samples, model)
-        run.tell(f"{model}: done")
+        run.say(f"{model}: done")
     columns = (
         Column("first token, ms", "first_token", digits=1),
         Column("descriptors", "descriptors", 1),
@@ -52,19 +53,12 @@ def answer(run: Run) -> Answer:
 
 
 def specs(model: str, arm: Arm) -> list[ServerSpec]:
+    more: dict[str, Any] = {"dtype": "float32", "forks": True}
     if model == ONE_GROUP:
-        return pair_specs(arm, model, {}, model=make_model(GQA), dtype="float32", forks=True)
+        return pair_specs(arm, model, {}, model=make_model(GQA), **more)
     family = FAMILIES[model]
-    return pair_specs(
-        arm,
-        model,
-        family.environment,
-        model=make_family(model),
-        dtype="float32",
-        block_size=family.block_size,
-        arguments=("--no-disable-hybrid-kv-cache-manager", *family.arguments),
-        forks=True,
-    )
+    more["arguments"] = ("--no-disable-hybrid-kv-cache-manager", *family.arguments)
+    return pair_specs(arm, model, family.environment, model=make_family(model), block_size=family.block_size, **more)
 
 
 async def ask(router: Router, length: int, _: int) -> list[dict[str, float]]:
@@ -91,12 +85,6 @@ async def _counted(router: Router) -> dict[str, float]:
 
 
 def judge(samples: Samples) -> list[Verdict]:
-    figures = (
-        (STOCK, "first_token", "first token, pull / stock", SLOWEST),
-        (PULL_APART, "descriptors", "descriptors, contiguous / non-contiguous", 0.5),
-    )
-    return [
-        verdict
-        for other, figure, words, most in figures
-        for verdict in samples.compare(PULL.name, other.name, figure, words, most=most)
-    ]
+    found = samples.compare(PULL.name, STOCK.name, "first_token", "first token, pull / stock", most=SLOWEST)
+    words = "descriptors, contiguous / non-contiguous"
+    return found + samples.compare(PULL.name, PULL_APART.name, "descriptors", words, most=0.5)

@@ -105,21 +105,22 @@ def specs(arm: Arm, gib: float, num_blocks: int, pool: Mapping[str, str], model:
 # ---------------------------------------------------------------------------------------------------- resident memory
 
 
-def planned_blocks(gib: float) -> int:
-    """Return how many blocks fill ``gib``. kvcached leaves 5 % of a device free."""
-    return int(0.95 * gib * 2**30 // BLOCK_BYTES)
-
-
 def measure_memory(run: Run, samples: Samples, arm: Arm, gib: float) -> None:
     """Start a pair, hand over as much at a time as the slab holds, read its memory besides kvcached's pages."""
-    num_blocks = planned_blocks(gib)
+    # kvcached leaves 5 % of a device free.
+    num_blocks = int(0.95 * gib * 2**30 // BLOCK_BYTES)
     # May exceed the machine's memory: only little is ever mapped.
     pool = {"KVCACHED_HOSTVMM_OVERCOMMIT": "1"}
-    with running(specs(arm, gib, num_blocks, pool, make_model(MODEL)), run.logs, run.show) as servers:
+    with running(specs(arm, gib, num_blocks, pool, make_model(MODEL)), run.logs, run.update) as servers:
         asyncio.run(_serve(arm, *servers))
         for side, server in zip(("prefill", "decode"), servers, strict=True):
-            samples.add((side, gib), arm.name, anonymous=anonymous_bytes(server), buffer=num_blocks * BLOCK_BYTES)
-    run.tell(f"{arm.name}, {gib} GiB reserved: measured")
+            anonymous = 0
+            for process in server.processes():
+                # It may have ended meanwhile.
+                with contextlib.suppress(psutil.Error):
+                    anonymous += process.memory_info().rss - process.memory_info().shared
+            samples.add((side, gib), arm.name, anonymous=anonymous, buffer=num_blocks * BLOCK_BYTES)
+    run.say(f"{arm.name}, {gib} GiB reserved: measured")
 
 
 async def _serve(arm: Arm, prefill: Server, decode: Server) -> None:
@@ -127,16 +128,6 @@ async def _serve(arm: Arm, prefill: Server, decode: Server) -> None:
         router = Router(arm, prefill, decode, http)
         for _ in range(2):
             await asyncio.gather(*(router.hand_over(2048, TOKENS) for _ in range(8)))
-
-
-def anonymous_bytes(server: Server) -> int:
-    total = 0
-    for process in server.processes():
-        # It may have ended meanwhile.
-        with contextlib.suppress(psutil.Error):
-            found = process.memory_info()
-            total += found.rss - found.shared
-    return total
 
 
 def judge_memory(samples: Samples, slab_gib: float = SLAB_GIB) -> list[Verdict]:
@@ -158,18 +149,12 @@ def judge_memory(samples: Samples, slab_gib: float = SLAB_GIB) -> list[Verdict]:
 
 
 def judge_first_token(samples: Samples) -> list[Verdict]:
-    return [
-        verdict
-        for direct, other in PAIRS
-        for verdict in samples.compare(
-            other.name,
-            direct.name,
-            "first_token",
-            f"{direct.name}: first token, staged / direct",
-            most=MOST_OF_DIRECT,
-            where=lambda setting: setting[0] == TCP.name,
-        )
-    ]
+    limit = {"most": MOST_OF_DIRECT, "where": lambda setting: setting[0] == TCP.name}
+    verdicts: list[Verdict] = []
+    for direct, other in PAIRS:
+        words = f"{direct.name}: first token, staged / direct"
+        verdicts += samples.compare(other.name, direct.name, "first_token", words, **limit)
+    return verdicts
 
 
 # --------------------------------------------------------------------------------------------------- blocks and pages
@@ -182,31 +167,28 @@ def measure_pages(run: Run, pages: Samples, loaded: Samples, arm: Arm) -> None:
         rounds, requests = (3, 12) if run.quick else (9, 48)
         async with http_client(CLIENTS) as http:
             with PageWatch(prefill.identity) as watch:
-                pair = _Watched(Router(arm, prefill, decode, http), watch)
-                await pair.warm_up(max(LENGTHS))
+                router = Router(arm, prefill, decode, http)
+                pair = _Watched(router, watch)
+                await router.prefill.probe("time_transfers")
+                if (await router.prefill.probe("time_copies"))["staged"] is not ("memory_path" in arm.extra):
+                    raise AnswerError(f"{arm.name}: prefill does not use its configured memory path; see its log.")
+                for _ in range(2):
+                    # Not measured: the handshake and the first touch of all memory.
+                    await pair.one(max(LENGTHS))
                 for length, number in itertools.product(LENGTHS, range(rounds)):
-                    run.show(f"{arm.name}: {length} tokens, {number + 1} of {rounds}")
+                    run.update(f"{arm.name}: {length} tokens, {number + 1} of {rounds}")
                     pages.add((length,), arm.name, **await pair.one(length))
-                run.show(f"{arm.name}: {requests} requests, {CLIENTS} at a time")
+                run.update(f"{arm.name}: {requests} requests, {CLIENTS} at a time")
                 loaded.add((), arm.name, **await pair.load(requests, max(LENGTHS) // 4))
 
-    with running(made, run.logs, run.show) as servers:
+    with running(made, run.logs, run.update) as servers:
         asyncio.run(measured(*servers))
-    run.tell(f"{arm.name}: measured")
+    run.say(f"{arm.name}: measured")
 
 
 class _Watched:
     def __init__(self, router: Router, watch: PageWatch) -> None:
         self.router, self.watch = router, watch
-
-    async def warm_up(self, length: int) -> None:
-        """Make hand-overs that are not measured: they include the handshake and the first touch of all memory."""
-        arm, prefill = self.router.arm, self.router.prefill
-        await prefill.probe("time_transfers")
-        if (await prefill.probe("time_copies"))["staged"] is not ("memory_path" in arm.extra):
-            raise AnswerError(f"{arm.name}: prefill does not use its configured memory path; see its log.")
-        for _ in range(2):
-            await self.one(length)
 
     async def one(self, length: int) -> dict[str, float]:
         """Hand one prompt over without other load; return the seconds from the end of prefill's last step until its

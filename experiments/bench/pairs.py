@@ -104,7 +104,7 @@ class Comparison:
                 # Started one after another: on few cores, all together would start too slowly.
                 if arm.servers not in pairs:
                     start = Asking if arm.takes_both else Running
-                    launched = stack.enter_context(start(self.specs(arm), run.logs, run.show))
+                    launched = stack.enter_context(start(self.specs(arm), run.logs, run.update))
                     pairs[arm.servers] = launched.ready()
             asyncio.run(self._send(run, samples, pairs, names))
 
@@ -117,13 +117,13 @@ class Comparison:
             routers = [Router(arm, *pairs[arm.servers], http=http) for arm in self.arms]  # type: ignore[misc]
             for router in routers:
                 # Not measured: the handshake, both sides' first steps and the first touch of their memory.
-                run.show(f"{router.arm.name}: warming up")
+                run.update(f"{router.arm.name}: warming up")
                 await self.ask(router, longest, most)
             for name in names:
                 if self.prepare:
                     await self.prepare(name, routers[0])
                 for (length, number), times in self.rounds.items():
-                    run.show(f"{name}: {length} tokens, {number} at a time")
+                    run.update(f"{name}: {length} tokens, {number} at a time")
                     for router in itertools.chain(*(in_turn(routers, next(turns)) for _ in range(times))):
                         for figures in await self.ask(router, length, number):
                             samples.add((name, length, number), router.arm.name, **figures)
@@ -154,11 +154,8 @@ class Router:
         self.prefill, self.decode = Client(prefill.base_url, http), Client(decode.base_url, http)
 
     async def hand_over(self, length: int, tokens: int = 1, *, late_seconds: float | None = None) -> Handed:
-        """Hand a prompt of ``length`` tokens over, and stream ``tokens`` tokens of its answer.
-
-        Args:
-            late_seconds: so long after prefill's answer decode gets its request, also where the arm streams.
-        """
+        """Hand a prompt of ``length`` tokens over, and stream ``tokens`` tokens of its answer. ``late_seconds``: so
+        long after prefill's answer decode gets its request, also where the arm streams."""
         name, prompt = self._next(length)
         asked = time.perf_counter()
         if self.arm.asks:

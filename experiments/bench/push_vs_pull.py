@@ -112,7 +112,7 @@ def answer(run: Run) -> Answer:
     has_network = enter(sys.argv[1:])
     names = run.chosen(tuple(TRANSPORTS))
     if not has_network:
-        run.tell("without a link: no network namespace can be made here (CAP_SYS_ADMIN, ip, tc)")
+        run.say("without a link: no network namespace can be made here (CAP_SYS_ADMIN, ip, tc)")
     transports = [one for one in map(TRANSPORTS.__getitem__, names) if has_network or one.of_prefill is None]
     arms = [arm for arm in ARMS if arm is not STOCK_PUSH or run.vllm.startswith("0.28")]
     rates: dict[str, dict[str, float | None]] = {}
@@ -124,7 +124,7 @@ def answer(run: Run) -> Answer:
         if has_network:
             limit(carries_gbit)
         rates[transport.name] = {"prefill makes": round(makes_gbit, 2), "it carries": carries_gbit}
-        run.tell(f"over {transport.name}; Gbit/s: {rates[transport.name]}")
+        run.say(f"over {transport.name}; Gbit/s: {rates[transport.name]}")
 
     samples, load = Samples(FORMS), QUICK if run.quick else FULL
     for _, group in itertools.groupby(transports, key=lambda one: dict(one.environment)):
@@ -190,18 +190,12 @@ def judge(samples: Samples) -> list[Verdict]:
         return TRANSPORTS[setting[0]].environment.get("UCX_TLS") == "tcp"
 
     pull, words = ("pull", STREAMED.name, "first_token"), "first token, pull / streamed push"
+    stock = (STOCK_PUSH.name, STREAMED.name, "first_token")
     return [
         *samples.compare(*pull, words, least=1.0, where=lambda one: over_tcp(one) and one[1] < 1024),
         *samples.compare(*pull, words, least=1.5, where=lambda one: over_tcp(one) and one[1] >= 1024),
         *_hidden(samples),
-        *samples.compare(
-            STOCK_PUSH.name,
-            STREAMED.name,
-            "first_token",
-            "stock push / streamed push",
-            least=1.2,
-            where=lambda one: one[1] >= 2048,
-        ),
+        *samples.compare(*stock, "stock push / streamed push", least=1.2, where=lambda one: one[1] >= 2048),
     ]
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.common.report import Narrator, Verdict, begin, conclude, last_name, make_table
+from experiments.common import report
+from experiments.common.report import Verdict, make_table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Setting = tuple[Any, ...]
@@ -21,36 +22,20 @@ Statistic = Callable[[Sequence[float]], float]
 
 
 def main(options: argparse.Namespace) -> int:
-    began, stamp = begin(options.vllm)
-    question = options.question
-    with Narrator(f"{question}, vLLM {options.vllm}") as narrator:
-        logs = RESULTS / f"{stamp}-{question}"
-        run = Run(options.vllm, logs, narrator.update, narrator.say, options.quick, options.rounds, options.only)
-        found = importlib.import_module(f"experiments.bench.{question}").answer(run)
-    name = logs.name if options.only else last_name(f"{options.vllm}-{question}", quick=options.quick)
-    status = conclude(found.tables, found.verdicts, RESULTS / f"{name}.json", {"began": began, **found.content})
+    with Run(options) as run:
+        found = importlib.import_module(f"experiments.bench.{options.question}").answer(run)
     if found.plot is not None:
-        found.plot(RESULTS / f"{name}.png")
-    return status
+        found.plot(run.path.with_suffix(".png"))
+    return run.conclude(found.tables, found.verdicts, found.content)
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a question, from its command line.
+class Run(report.Run):
+    """One run of a question, from its command line. Settings or arms that are measured have ``only`` in their names."""
 
-    Attributes:
-        only: settings or arms that are measured have this in their names.
-        show: shows what is being done, until the next call.
-        tell: prints a line.
-    """
-
-    vllm: str
-    logs: Path
-    show: Callable[[str], None]
-    tell: Callable[[str], None]
-    quick: bool = False
-    rounds: int | None = None
-    only: str = ""
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.quick, self.rounds, self.only = options.quick, options.rounds, options.only
+        name = f"-{options.question}{'-quick' if self.quick else ''}"
+        super().__init__(options.question, options.vllm, RESULTS, name, is_part=bool(self.only))
 
     def times(self, full: int, quick: int) -> int:
         return quick if self.quick else self.rounds or full
@@ -85,11 +70,7 @@ class Column:
 
 @dataclass
 class Samples:
-    """See the module.
-
-    Args:
-        forms: how each part of a setting is written, such as "{} tokens".
-    """
+    """See the module. ``forms``: how each part of a setting is written, such as "{} tokens"."""
 
     forms: tuple[str, ...]
     figures: dict[tuple[Setting, str], dict[str, list[float]]] = field(default_factory=dict)

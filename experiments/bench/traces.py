@@ -26,7 +26,6 @@ from experiments.common.report import Verdict, make_panels, save
 from experiments.common.servers import GIVES_BACK, REPOSITORY, Asking, ServerSpec, prefill_and_decode
 
 REQUESTS, QUICK_REQUESTS, PROMPT_TOKENS = 8, 3, 4000
-PICTURE = REPOSITORY / "docs" / "trace.png"
 TOKENS = 8
 SUMMARY = "llm_request"
 """vLLM's own span of a whole request."""
@@ -66,12 +65,9 @@ class Traced:
         Not what runs beside them: what prefill does with the KV after it has answered.
         """
         (asking,) = [span for span in self.parts if span.name == "decode_asking"]
-        return [
-            span
-            for span in self.parts
-            if (span.end <= asking.end if span.process == "prefill" else span.end <= self.first_token)
-            and span is not asking
-        ]
+        until = {"prefill": asking.end}
+        ended = [one for one in self.parts if one.end <= until.get(one.process, self.first_token)]
+        return [one for one in ended if one is not asking]
 
     @property
     def share(self) -> float:
@@ -82,12 +78,9 @@ class Traced:
 WITHIN, AT_WORST = 0.05, 0.10
 """Of the median request, and of any: a span that nobody measures gets longer where processes wait for a core."""
 PROCESSES = ("decode", "prefill")
-_OF_PREFILL = ("queued", "computing", "sending")
 _OF_DECODE = ("held", "asking", "queued", "allocated", "handshake", "moving", "verifying", "reporting", "resuming")
-_ALWAYS = {
-    *(f"prefill_{state}" for state in _OF_PREFILL),
-    *(f"decode_{state}" for state in (*_OF_DECODE, "first_token")),
-}
+_ALWAYS = {"prefill_queued", "prefill_computing", "prefill_sending", "decode_first_token"}
+_ALWAYS |= {f"decode_{state}" for state in _OF_DECODE}
 
 
 def answer(run_: Run) -> Answer:
@@ -96,8 +89,8 @@ def answer(run_: Run) -> Answer:
     for arm in ARMS:
         if run_.only in arm.name:
             logs = run_.logs / arm.name.replace(", ", "-")
-            found.append((arm, run(arm, count, PROMPT_TOKENS, logs, run_.show)))
-            run_.tell(f"{arm.name}: {count} requests")
+            found.append((arm, run(arm, count, PROMPT_TOKENS, logs, run_.update)))
+            run_.say(f"{arm.name}: {count} requests")
     samples = Samples(("{}", "{}"))
     for arm, traced in found:
         for one in traced:
@@ -108,24 +101,19 @@ def answer(run_: Run) -> Answer:
     table = samples.table("median milliseconds before the first token", [Column("ms", "seconds", digits=2)])
     verdicts = [verdict for arm, traced in found for verdict in judge(arm, traced)]
     if not (run_.only or run_.quick):
-        plot([(arm, traced[-1]) for arm, traced in found[:2]], PICTURE)
+        plot([(arm, traced[-1]) for arm, traced in found[:2]], REPOSITORY / "docs" / "trace.png")
     return Answer([table], verdicts, {"prompt_tokens": PROMPT_TOKENS, "spans": samples.as_json()})
 
 
 def specs(arm: Arm, endpoint: str) -> list[ServerSpec]:
-    made = prefill_and_decode(
-        arm.name,
-        nixl("", arm.extra, kv_load_failure_policy="fail"),
-        model=models.make_model(models.ModelShape(max_positions=8192)),
-        dtype="float32",
-        max_model_len=8192,
-        arguments=("--otlp-traces-endpoint", endpoint) if endpoint else (),
-        forks=True,
-    )
+    model = models.make_model(models.ModelShape(max_positions=8192))
+    config = nixl("", arm.extra, kv_load_failure_policy="fail")
+    arguments = ("--otlp-traces-endpoint", endpoint) if endpoint else ()
+    sizes = {"model": model, "dtype": "float32", "max_model_len": 8192, "arguments": arguments, "forks": True}
     environment = {**KVCACHED, "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK, **ENVIRONMENT}
     return [
         replace(one, environment={**environment, "OTEL_SERVICE_NAME": process})
-        for one, process in zip(made, ("prefill", "decode"), strict=True)
+        for one, process in zip(prefill_and_decode(arm.name, config, **sizes), ("prefill", "decode"), strict=True)
     ]
 
 
@@ -159,24 +147,16 @@ def ask(url: str, prompt_tokens: int) -> tuple[str, float]:
             # The connection is there before the clock starts.
             await http.get(f"{url}/health")
             begun = time.perf_counter()
-            parts = Client(url, http).stream(
-                prompt, max_tokens=TOKENS, salt=trace_id, request_id=trace_id, headers=headers
-            )
-            return [at async for at, _ in parts][0] - begun
+            names = {"salt": trace_id, "request_id": trace_id, "headers": headers}
+            return [at async for at, _ in Client(url, http).stream(prompt, max_tokens=TOKENS, **names)][0] - begun
 
     return trace_id, asyncio.run(first_token_seconds())
 
 
 def states_of(arm: Arm) -> set[str]:
-    found = set(_ALWAYS)
     is_push, is_staged = arm.extra["transfer_mode"] == "push", "memory_path" in arm.extra
-    if not is_push:
-        found.add("prefill_offered")
-    if is_push or is_staged:
-        found.add("decode_waiting")
-    if is_staged:
-        found.add("decode_copying")
-    return found
+    more = {"prefill_offered": not is_push, "decode_waiting": is_push or is_staged, "decode_copying": is_staged}
+    return _ALWAYS | {state for state, is_there in more.items() if is_there}
 
 
 def judge(arm: Arm, traced: Sequence[Traced]) -> list[Verdict]:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from experiments.common.client import Answer, HandOver, clients_id
@@ -23,6 +23,27 @@ class Difference:
     prompt: str
     aspect: Aspect
     text: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row. ``outcome`` is text for people; ``failed_setup``: a server did not start, so nothing was compared."""
+
+    arm: str
+    what: str
+    passed: bool
+    outcome: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    differences: tuple[Difference, ...] = ()
+    failed_setup: bool = False
+
+
+def compared(arm: str, what: str, differences: Iterable[Difference], outcome: str, **figures: Any) -> Check:
+    """Return a row that passes if there are no differences; ``outcome`` describes what was compared."""
+    found = tuple(differences)
+    prompts = len({difference.prompt for difference in found})
+    text = f"{prompts} prompts differ ({outcome})" if found else outcome
+    return Check(arm, what, not found, text, dict(figures), found)
 
 
 @dataclass(frozen=True)

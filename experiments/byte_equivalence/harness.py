@@ -8,7 +8,6 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,18 +15,19 @@ import httpx
 from experiments.byte_equivalence.arms import REFERENCE, Arm
 from experiments.byte_equivalence.compare import (
     LOGPROB_TOLERANCE,
+    Check,
     Difference,
     Observation,
     catches,
     compare_answers,
     compare_groups,
     compare_senders,
+    compared,
     largest_logprob_gap,
     until_tie,
 )
-from experiments.byte_equivalence.pair_run import Corruption, PairRun, answers_alone, with_pairs
+from experiments.byte_equivalence.pair_run import PairRun, answers_alone, with_pairs
 from experiments.byte_equivalence.prompts import Prompt
-from experiments.byte_equivalence.rows import Check, came_back, compared, remapped
 from experiments.byte_equivalence.subjects import (
     BLOCK_SIZE,
     SAMPLED_EVERY_NTH_BLOCK,
@@ -38,15 +38,13 @@ from experiments.byte_equivalence.subjects import (
     is_alone,
 )
 from experiments.common.client import Answer, AnswerError
-from experiments.common.pages import PageWatch
-from experiments.common.report import Narrator
+from experiments.common.pages import PageCount, PageWatch
+from experiments.common.report import Run
 from experiments.common.servers import Asking, Running, Server, ServerError
 
 HELD_PAGES = 1.5
 """P keeps blocks of this many page groups before D begins: more than one, so that P's pool has to grow."""
 SETTLE_SECONDS = 20.0
-
-
 Work = Callable[[list[Server]], Coroutine[Any, Any, None]]
 
 
@@ -63,13 +61,12 @@ class Baseline:
 
 
 class Harness:
-    """One run. Each server writes its log to ``logs``."""
+    """The arms of one run; each server writes its log to the run's folder."""
 
-    def __init__(self, subject: Subject, arms: Sequence[Arm], logs: Path, narrator: Narrator) -> None:
+    def __init__(self, subject: Subject, arms: Sequence[Arm], run: Run) -> None:
         self.subject = subject
         self.arms = arms
-        self.logs = logs
-        self.narrator = narrator
+        self.output = run
         self.rows: list[Check] = []
 
     def run(self) -> None:
@@ -81,7 +78,11 @@ class Harness:
             first, *rest = self.arms
             for together in ([REFERENCE, first], *([arm] for arm in rest)):
                 with contextlib.ExitStack() as stack:
-                    launched = [(arm, stack.enter_context(self._launch(arm, phase))) for arm in together]
+                    launched = []
+                    for arm in together:
+                        start = Asking if arm.asks else Running
+                        servers = start(self.subject.specs(arm, phase), self.output.logs, self.output.update)
+                        launched.append((arm, stack.enter_context(servers)))
                     for arm, servers in launched:
                         if arm is REFERENCE:
                             baseline = self._reference(phase, servers)
@@ -90,18 +91,12 @@ class Harness:
                 if baseline is None:
                     return
 
-    def _launch(self, arm: Arm, phase: Phase) -> Running:
-        specs = self.subject.specs(arm, phase)
-        return (Asking if arm.asks else Running)(specs, self.logs, self.narrator.update)
-
     def add(self, row: Check) -> Check:
         self.rows.append(row)
-        self.narrator.say(f"{'ok    ' if row.passed else 'FAILED'} {row.arm}: {row.what}: {row.outcome}")
+        self.output.say(f"{'ok    ' if row.passed else 'FAILED'} {row.arm}: {row.what}: {row.outcome}")
         return row
 
-    def _serve(
-        self, arm: Arm, phase: Phase, launched: Running, work: Callable[[list[Server]], Coroutine[Any, Any, None]]
-    ) -> None:
+    def _serve(self, arm: Arm, phase: Phase, launched: Running, work: Work) -> None:
         """Wait until the arm's servers answer, run ``work`` with them, and stop them.
 
         A failure becomes a row instead of ending the run: the other arms can still be compared.
@@ -110,10 +105,10 @@ class Harness:
         try:
             servers = launched.ready()
             started = True
-            self.narrator.say(f"{arm.name}: serving ({phase.dtype})")
+            self.output.say(f"{arm.name}: serving ({phase.dtype})")
             asyncio.run(work(servers))
         except (ServerError, AnswerError, httpx.HTTPError) as error:
-            outcome = f"{type(error).__name__}: {error}. Logs: {self.logs}"
+            outcome = f"{type(error).__name__}: {error}. Logs: {self.output.logs}"
             is_setup = isinstance(error, ServerError) and not started
             self.add(Check(arm.name, f"{phase.name}: serves", False, outcome, failed_setup=is_setup))
         finally:
@@ -124,7 +119,7 @@ class Harness:
         prompts, found = self.subject.prompts, list[Answer]()
 
         async def work(servers: list[Server]) -> None:
-            found.extend(await answers_alone(servers[0], prompts, "reference", self.narrator.update))
+            found.extend(await answers_alone(servers[0], prompts, "reference", self.output.update))
 
         self._serve(REFERENCE, phase, launched, work)
         if not found:
@@ -140,7 +135,7 @@ class Harness:
         async def with_servers(servers: list[Server]) -> None:
             async def work(run: PairRun) -> None:
                 geometry = await run.arm()
-                checks = _Checks(self, arm, phase, run, baseline, geometry, groups_of(geometry))
+                checks = _Checks(self, self.subject, arm, phase, run, baseline, geometry, groups_of(geometry))
                 await checks.plant()
                 if phase.sequential and phase.every_nth_block:
                     await checks.depend()
@@ -151,7 +146,7 @@ class Harness:
                     if phase.concurrent:
                         await checks.concurrent(servers)
 
-            await with_pairs(arm, servers, work)
+            await with_pairs(arm, servers, self.output.update, work)
 
         self._serve(arm, phase, launched, with_servers)
 
@@ -161,16 +156,13 @@ class _Checks:
     """The checks of one arm in one phase. Each adds rows."""
 
     harness: Harness
+    subject: Subject
     arm: Arm
     phase: Phase
     run: PairRun
     baseline: Baseline
     geometry: Mapping[str, Any]
     groups: Sequence[Group]
-
-    @property
-    def subject(self) -> Subject:
-        return self.harness.subject
 
     @property
     def name(self) -> str:
@@ -180,24 +172,18 @@ class _Checks:
     @property
     def slug(self) -> str:
         """For request ids."""
-        return f"{self.phase.slug}-{self.run.slug}"
-
-    def show(self, text: str) -> None:
-        self.harness.narrator.update(text)
+        return f"{self.phase.name}-{self.run.order}".replace(" ", "-")
 
     def compared(self, what: str, differences: Iterable[Difference], outcome: str, **figures: Any) -> None:
         self.harness.add(compared(self.arm.name, what, differences, outcome, **figures))
 
     async def plant(self) -> None:
-        """Compare damaged hand-overs with the same pair's undamaged ones, which have to be equal bit for bit.
-
-        Raises:
-            NotCaught: a damage changed too little, or requests differ without one.
-        """
+        """Compare damaged hand-overs with the same pair's undamaged ones, which have to be equal bit for bit. Raises
+        NotCaught if a damage changed too little, or requests differ without one."""
         damages = self.subject.damages(self.groups)
         prompts = [prompt for _, prompt in damages]
         clean, again = [
-            [one.hand_over.answer for one in await self.run.sequential(prompts, f"{name}-{self.slug}", self.show)]
+            [one.hand_over.answer for one in await self.run.sequential(prompts, f"{name}-{self.slug}")]
             for name in ("clean", "control")
         ]
         gap = max(map(largest_logprob_gap, clean, again))
@@ -206,19 +192,16 @@ class _Checks:
         if not self.harness.add(Check(self.arm.name, what, gap == 0.0, outcome)).passed:
             raise NotCaught(f"{what}: repeated requests differ, so what damages change is not known")
         for place, ((corruption, prompt), answer) in enumerate(zip(damages, clean, strict=True)):
-            self.show(f"{self.arm.name}: planting: {corruption.words}")
+            self.run.progress(f"{self.arm.name}: planting: {corruption.words}")
             seen = await self.run.planted(corruption, prompt, f"planted-{self.slug}-{place}")
             expected = self.subject.expected(prompt, [], self.groups)
-            found = catches(prompt.name, answer, seen, expected, tolerance=self.phase.damage_nats)
-            self._must_be_caught(corruption, *found)
-
-    def _must_be_caught(self, corruption: Corruption, by_bytes: Sequence[str], by_output: Sequence[str]) -> None:
-        caught = bool(by_bytes) and (bool(by_output) or not corruption.changes_output)
-        by = ", ".join([*by_bytes, *by_output]) or "nothing"
-        what = f"{self.phase.name}: planted: {corruption.words}"
-        outcome = f"{'caught' if caught else 'seen only'} by {by}"
-        if not self.harness.add(Check(self.arm.name, what, caught, outcome)).passed:
-            raise NotCaught(what)
+            by_bytes, by_output = catches(prompt.name, answer, seen, expected, tolerance=self.phase.damage_nats)
+            caught = bool(by_bytes) and (bool(by_output) or not corruption.changes_output)
+            what = f"{self.phase.name}: planted: {corruption.words}"
+            by = ", ".join([*by_bytes, *by_output]) or "nothing"
+            outcome = f"{'caught' if caught else 'seen only'} by {by}"
+            if not self.harness.add(Check(self.arm.name, what, caught, outcome)).passed:
+                raise NotCaught(what)
 
     async def depend(self) -> None:
         # Not simply the longest: the last block must hold more than the last token, which D computes itself.
@@ -230,7 +213,7 @@ class _Checks:
         # changes the blocks which attention reads.
         is_first = self.arm is self.harness.arms[0]
         every = self.phase.every_nth_block if is_first else SAMPLED_EVERY_NTH_BLOCK
-        found = await self.run.dependence(prompt, BLOCK_SIZE, every, "dependence", self.show)
+        found = await self.run.dependence(prompt, BLOCK_SIZE, every, "dependence")
         changed = sum(gap > 0 for gap in found.gaps.values())
         what = f"{self.phase.name}: output depends on {'every block' if every == 1 else 'blocks'}"
         outcome = (
@@ -241,7 +224,7 @@ class _Checks:
 
     async def sequential(self) -> None:
         prompts = self.subject.prompts
-        seen = list(zip(prompts, await self.run.sequential(prompts, f"one-{self.slug}", self.show), strict=True))
+        seen = list(zip(prompts, await self.run.sequential(prompts, f"one-{self.slug}"), strict=True))
         self._answers(self.name, seen)
         before = [prompts[:place] for place in range(len(prompts))]
         self._blocks(f"{self.name}: SHA-256 of KV blocks, sent and received", seen, before)
@@ -261,7 +244,6 @@ class _Checks:
                 rounds=self.phase.rounds,
                 hold_blocks=held_bytes // self.geometry["groups"][0]["block_bytes"],
                 settle=memory.settle,
-                progress=self.show,
             )
         if self.subject.is_family:
             self._answers(f"{self.name}, 32 at a time", seen)
@@ -348,14 +330,8 @@ class _Checks:
 
 
 class PoolMemory(contextlib.ExitStack):
-    """Samples kvcached's memory counters of ``ipc_names`` during a ``with`` block.
-
-    Args:
-        resting_bytes: what may stay mapped while the server is idle: the page group of vLLM's null block.
-
-    Attributes:
-        resting: the bytes each pool had mapped after each round.
-    """
+    """Samples kvcached's memory counters during a ``with`` block. ``resting_bytes`` may stay mapped while a server is
+    idle: the page group of vLLM's null block. ``resting``: the bytes that each pool had mapped after each round."""
 
     def __init__(self, ipc_names: Sequence[str], resting_bytes: int) -> None:
         super().__init__()
@@ -378,3 +354,29 @@ class PoolMemory(contextlib.ExitStack):
 
     def _levels(self) -> list[int]:
         return [watch.mapped_bytes() or 0 for watch in self.watches]
+
+
+def remapped(arm: str, what: str, pages: PageCount) -> Check:
+    mib = {
+        name: round(getattr(pages, f"{name}_bytes") / 2**20, 1)
+        for name in ("limit", "lowest", "highest", "mapped", "unmapped", "remapped")
+    }
+    return Check(
+        arm,
+        what,
+        pages.unmapped_bytes > 0 and pages.remapped_bytes > 0,
+        f"at least {mib['unmapped']} MiB unmapped and {mib['remapped']} MiB mapped again, between "
+        f"{mib['lowest']} and {mib['highest']} MiB mapped of {mib['limit']} MiB",
+        {f"{name}_mib": value for name, value in mib.items()},
+    )
+
+
+def came_back(arm: str, what: str, resting: Sequence[int], page_group_bytes: int) -> Check:
+    """Return the row that checks that at most one page group (bytes) was mapped after each round."""
+    return Check(
+        arm,
+        what,
+        bool(resting) and max(resting) <= page_group_bytes,
+        f"{max(resting, default=0) / 2**20:.0f} MiB mapped at rest, a page group is {page_group_bytes / 2**20:.0f} MiB",
+        {"resting_mib": [level / 2**20 for level in resting]},
+    )

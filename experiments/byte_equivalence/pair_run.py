@@ -73,18 +73,15 @@ class PairRun:
 
     Args:
         pairs: every P with every D. Requests go to the pairs in turn; corruptions are planted in the first pair only.
+        progress: is told what is being asked.
     """
 
-    def __init__(self, *pairs: Pair, writes: bool = False, order: Order = "P first") -> None:
-        self.pairs = pairs
+    def __init__(self, *pairs: Pair, progress: Progress, writes: bool, order: Order) -> None:
+        self.pairs, self.progress = pairs, progress
         self.prefills = list(dict.fromkeys(pair.prefill for pair in pairs))
         self.decodes = list(dict.fromkeys(pair.decode for pair in pairs))
         self.writes = writes
         self.order: Order = order
-
-    @property
-    def slug(self) -> str:
-        return self.order.replace(" ", "-")
 
     async def arm(self) -> dict[str, Any]:
         """Start recording on all sides; return the geometry of D's KV tensors."""
@@ -112,20 +109,17 @@ class PairRun:
                 await side.look()
         return match_records(seen, received, [one for side in sent for one in side.found])
 
-    def _pair(self, place: int) -> Pair:
-        return self.pairs[place % len(self.pairs)]
-
     async def _one(
         self, prompt: Prompt, salt: str, request_id: str, *, place: int = 0, max_tokens: int = MAX_TOKENS
     ) -> HandOver:
-        pair = self._pair(place)
+        pair = self.pairs[place % len(self.pairs)]
         ways = {"asked": pair.asked, "P first": pair.hand_over, "D first": pair.decode_first}
         return await ways[self.order](list(prompt.token_ids), max_tokens=max_tokens, salt=salt, request_id=request_id)
 
-    async def sequential(self, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Observation]:
+    async def sequential(self, prompts: Sequence[Prompt], run: str) -> list[Observation]:
         seen = []
         for place, prompt in enumerate(prompts):
-            progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
+            self.progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
             seen.append(await self._one(prompt, prompt.salt(run), f"{run}-{place}", place=place))
         return await self._observe(seen)
 
@@ -137,7 +131,6 @@ class PairRun:
         rounds: int,
         hold_blocks: int,
         settle: Callable[[], Awaitable[None]],
-        progress: Progress,
     ) -> list[tuple[Prompt, Observation]]:
         """Hand every prompt over once per round, shuffled, 32 at a time.
 
@@ -150,7 +143,7 @@ class PairRun:
         for number in range(rounds):
             these = shuffler.sample(prompts, len(prompts))
             shuffled += these
-            seen += await self._round(these, f"{run}-{number}", hold_blocks, progress)
+            seen += await self._round(these, f"{run}-{number}", hold_blocks)
             if not self.writes:
                 await self._step_prefill(f"{run}-{number}-step")
             await settle()
@@ -165,14 +158,14 @@ class PairRun:
         for prefill in self.prefills:
             await prefill.answer([2], max_tokens=2, salt=name, request_id=name)
 
-    async def _round(self, prompts: Sequence[Prompt], run: str, hold_blocks: int, progress: Progress) -> list[HandOver]:
-        places = asyncio.Semaphore(CONCURRENCY)
-        enough = asyncio.Event()
+    async def _round(self, prompts: Sequence[Prompt], run: str, hold_blocks: int) -> list[HandOver]:
+        places, enough = asyncio.Semaphore(CONCURRENCY), asyncio.Event()
         held: list[int] = []
         done: list[str] = []
 
         async def one(place: int, prompt: Prompt) -> HandOver:
-            names, pair = {"salt": prompt.salt(run), "request_id": f"{run}-{place}"}, self._pair(place)
+            names = {"salt": prompt.salt(run), "request_id": f"{run}-{place}"}
+            pair = self.pairs[place % len(self.pairs)]
             async with places:
                 if self.order != "P first":
                     return await self._one(prompt, **names, place=place)
@@ -183,7 +176,7 @@ class PairRun:
                 await enough.wait()
                 handed = await pair.decode_offered(offer, list(prompt.token_ids), max_tokens=MAX_TOKENS, **names)
             done.append(prompt.name)
-            progress(f"{run}: {len(done)} of {len(prompts)} at a time")
+            self.progress(f"{run}: {len(done)} of {len(prompts)} at a time")
             return handed
 
         return list(await asyncio.gather(*(one(place, prompt) for place, prompt in enumerate(prompts))))
@@ -202,7 +195,7 @@ class PairRun:
             )
         return seen
 
-    async def dependence(self, prompt: Prompt, block_size: int, every: int, run: str, progress: Progress) -> Dependence:
+    async def dependence(self, prompt: Prompt, block_size: int, every: int, run: str) -> Dependence:
         """Zero every ``every``-th received block alone, and the last one, and measure how much the output changes.
 
         Neither side has the prompt cached, so all blocks travel each time.
@@ -220,18 +213,14 @@ class PairRun:
         control_gap = largest_logprob_gap(clean, await answer("control"))
         gaps = {}
         for index in sorted({*range(0, blocks, every), blocks - 1}):
-            progress(f"{run}: block {index + 1} of {blocks} zeroed")
+            self.progress(f"{run}: block {index + 1} of {blocks} zeroed")
             await self.pairs[0].decode.probe("plant", "zero_a_block", index)
             gaps[index] = largest_logprob_gap(clean, await answer(f"block-{index}"))
         return Dependence(blocks, control_gap, gaps)
 
 
 def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the records of transfers that every rank has recorded, with the digests of all ranks joined.
-
-    Args:
-        records: the probe's records of each rank, in any order.
-    """
+    """Return the records of transfers that every rank has recorded, with the digests of all ranks joined."""
     first, *others = records or [[]]
     known = [{one["transfer"]: one["digests"] for one in rank} for rank in others]
     return [
@@ -270,7 +259,9 @@ async def answers_alone(server: Server, prompts: Sequence[Prompt], run: str, pro
     return answers
 
 
-async def with_pairs(arm: Arm, servers: Sequence[Server], work: Callable[[PairRun], Awaitable[None]]) -> None:
+async def with_pairs(
+    arm: Arm, servers: Sequence[Server], progress: Progress, work: Callable[[PairRun], Awaitable[None]]
+) -> None:
     async with http_client(CONCURRENCY) as http:
         clients = [Client(one.base_url, http) for one in servers]
         pairs = [
@@ -278,4 +269,4 @@ async def with_pairs(arm: Arm, servers: Sequence[Server], work: Callable[[PairRu
             for server, source in zip(servers[: arm.servers], clients, strict=False)
             for target in clients[arm.servers :]
         ]
-        await work(PairRun(*pairs, writes=arm.writes, order=arm.orders[0]))
+        await work(PairRun(*pairs, progress=progress, writes=arm.writes, order=arm.orders[0]))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os.path
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,14 +105,7 @@ def fewest_received(prompt: Prompt, before: Sequence[Prompt], block_size: int) -
 
     vLLM reuses full blocks only and always computes at least the last token, so at least one block is transferred.
     """
-    longest = 0
-    for earlier in before:
-        if prompt.family is None or earlier.family != prompt.family:
-            continue
-        common = 0
-        for ours, theirs in zip(prompt.token_ids, earlier.token_ids, strict=False):
-            if ours != theirs:
-                break
-            common += 1
-        longest = max(longest, common // block_size)
+    alike = [one.token_ids for one in before if prompt.family is not None and one.family == prompt.family]
+    common = (len(os.path.commonprefix([prompt.token_ids, one])) for one in alike)
+    longest = max(common, default=0) // block_size
     return prompt.blocks(block_size) - min(longest, (len(prompt.token_ids) - 1) // block_size)

@@ -1,88 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run, and the content of last-VERSION.json: the last result of each arm, also when a run covered only some."""
+"""A whole run: its rows as a table, as JSON and as an exit status. And last-VERSION.json: the last result of each arm,
+also when a run covered only some."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from experiments.byte_equivalence.arms import SINGLE, of_size
+from experiments.byte_equivalence.arms import SINGLE, Arm, of_size
+from experiments.byte_equivalence.compare import Check
 from experiments.byte_equivalence.harness import Harness, NotCaught
-from experiments.byte_equivalence.rows import VERDICTS, exit_status, summary, summary_of, table_of
-from experiments.byte_equivalence.subjects import FamilySubject, Subject, phases
+from experiments.byte_equivalence.subjects import FamilySubject, Subject
 from experiments.common.families import FAMILIES
-from experiments.common.model import GQA
-from experiments.common.report import Narrator, begin, last_name, stdout_console, versions, write_json
-from experiments.common.servers import tag_of
+from experiments.common.report import Run, named, stdout_console, versions
+from experiments.common.servers import ServerError, tag_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
+DIFFERENCES_SHOWN = 3
+VERDICTS = {0: "equal", 1: "NOT EQUAL", 2: "could not be compared"}
+"""Exit status -> verdict."""
 
 
 def main(options: argparse.Namespace) -> int:
-    every = [one for one in of_size("full" if options.arm else options.size, options.vllm) if one.mode != SINGLE]
-    words = [word.lower() for word in options.arm] or [""]
-    arms = [one for one in every if any(word in one.name.lower() for word in words)]
-    arms = [one for one in arms if options.mode in (None, one.mode)]
-    if options.model is not None:
-        if options.model not in FAMILIES:
-            sys.stderr.write(f"found --model {options.model!r}; expected one of {', '.join(FAMILIES)}.\n")
-            return 2
-        arms = [one for one in arms if one.kvcached and one.servers == one.ranks == 1 and not one.has_own_runner]
-    if not arms:
-        names = "; ".join(one.name for one in of_size("full", options.vllm) if one.mode != SINGLE)
-        sys.stderr.write(f"found no arm that fits --arm {' or '.join(options.arm)!r}; there are: {names}.\n")
-        return 2
-
-    began, stamp = begin(options.vllm)
+    arms, complete = arms_of(options), of_size(options.size, options.vllm)
     kind = options.model or ("" if options.size == "full" else options.size)
-    not_caught = None
-    with Narrator(f"byte equivalence, vLLM {options.vllm}{f', {kind}' if kind else ''}") as narrator:
-        is_usual = options.model is None
-        subject = Subject(quick=options.size != "full") if is_usual else FamilySubject(options.model)
-        run = Harness(subject, arms, RESULTS / stamp, narrator)
+    name = f"-{tag_of(options.model)}" if options.model else "-quick" if options.size == "quick" else ""
+    with Run(f"byte equivalence{f', {kind}' if kind else ''}", options.vllm, RESULTS, name) as run:
+        subject = FamilySubject(options.model) if options.model else Subject(quick=options.size != "full")
+        harness, not_caught = Harness(subject, arms, run), None
         try:
-            run.run()
+            harness.run()
         except NotCaught as error:
             not_caught = error
-    rows = summary_of(run.rows)
-    console = stdout_console()
-    console.print(table_of(run.rows, f"byte equivalence, vLLM {versions()['vllm']}, {kind} {narrator.seconds:.0f} s"))
+    rows, console, details = summary_of(harness.rows), stdout_console(), Path(f"{run.logs}.json")
+    console.print(table_of(harness.rows, f"byte equivalence, vLLM {versions()['vllm']}, {kind} {run.seconds:.0f} s"))
     status = 1 if not_caught else exit_status(rows)
     if not_caught:
         console.print(f"{not_caught}: was not caught. Nothing was compared: the harness would miss real corruptions.")
-    console.print(f"{VERDICTS[status]} (exit status {status}); details: {RESULTS / stamp}.json")
+    console.print(f"{VERDICTS[status]} (exit status {status}); details: {details}")
     asked = {"vllm": options.vllm, "mode": options.mode, "size": options.size, "arms": options.arm}
     content = {
-        "began": began,
-        "seconds": round(narrator.seconds, 1),
+        "seconds": round(run.seconds, 1),
         "verdict": VERDICTS[status],
-        "options": {**asked, **({} if options.model is None else {"model": options.model})},
+        "options": {**asked, **({"model": options.model} if options.model else {})},
     }
-    write_json(RESULTS / f"{stamp}.json", {**content, "checks": [asdict(row) for row in run.rows]})
-    _write_last(options, rows, content, console)
+    run.write({**content, "checks": [asdict(row) for row in harness.rows]}, details)
+    # A brief run of the usual model has no such file.
+    if options.model or options.size != "brief":
+        last = summary(rows, run.path if options.arm or options.mode else None, [] if options.model else complete)
+        run.write({**content, **last})
+        if last["missing"]:
+            console.print(f"{run.path.name} does not have all arms of such a run yet. Missing: {last['missing']}")
     return status
 
 
-def _write_last(
-    options: argparse.Namespace, rows: Sequence[dict[str, Any]], content: dict[str, Any], console: Console
-) -> None:
-    """Write the file with the last result of each arm; a brief run of the usual model has none."""
-    is_family, is_quick = options.model is not None, options.size == "quick"
-    if options.size == "brief" and not is_family:
-        return
-    name = (
-        last_name(f"{options.vllm}-{tag_of(options.model)}") if is_family else last_name(options.vllm, quick=is_quick)
-    )
-    last = RESULTS / f"{name}.json"
-    complete = ([], []) if is_family else (of_size(options.size, options.vllm), phases(GQA, quick=is_quick))
-    found = summary(rows, last if options.arm or options.mode else None, *complete)
-    if found["missing"]:
-        missing = "; ".join(found["missing"])
-        console.print(f"{last.name} does not cover all arms of such a run yet. Missing: {missing}")
-    write_json(last, {**content, **found})
+def arms_of(options: argparse.Namespace) -> list[Arm]:
+    """Return the arms that the command line asks for; raises ServerError if there are none."""
+    every = of_size("full" if options.arm else options.size, options.vllm)
+    every = [one for one in every if one.mode != SINGLE and options.mode in (None, one.mode)]
+    if options.model is not None:
+        if options.model not in FAMILIES:
+            raise ServerError(f"found --model {options.model!r}; expected one of {', '.join(FAMILIES)}.")
+        every = [one for one in every if one.kvcached and one.servers == one.ranks == 1 and not one.has_own_runner]
+    return named(every, "--arm", *(options.arm or [""]))
+
+
+def table_of(rows: Sequence[Check], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in ("arm", "check", "", "outcome"):
+        table.add_column(heading)
+    arm = None
+    for row in rows:
+        if arm is not None and row.arm != arm:
+            table.add_section()
+        shown = [row.outcome, *(f"{one.prompt}: {one.aspect}: {one.text}" for one in row.differences)]
+        if len(row.differences) > DIFFERENCES_SHOWN:
+            more = len(row.differences) - DIFFERENCES_SHOWN
+            shown = [*shown[: DIFFERENCES_SHOWN + 1], f"... and {more} more, see the JSON"]
+        passed = "[green]ok[/green]" if row.passed else "[red]FAILED[/red]"
+        table.add_row(row.arm if row.arm != arm else "", row.what, passed, escape("\n".join(shown)))
+        arm = row.arm
+    return table
+
+
+def summary_of(rows: Sequence[Check]) -> list[dict[str, Any]]:
+    return [
+        {
+            "arm": row.arm,
+            "check": row.what,
+            "passed": row.passed,
+            "outcome": row.outcome,
+            **({"differences": len(row.differences)} if row.differences else {}),
+            **({"failed_setup": True} if row.failed_setup else {}),
+            **row.figures,
+        }
+        for row in rows
+    ]
+
+
+def exit_status(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return 0 if all rows of a summary passed (and there are any), 1 for a difference, 2 if only the set-up failed."""
+    failed = [row for row in rows if not row["passed"]]
+    if any(not row.get("failed_setup") for row in failed):
+        return 1
+    return 2 if failed or not rows else 0
+
+
+def summary(rows: Sequence[dict[str, Any]], last: Path | None, arms: Sequence[Arm]) -> dict[str, Any]:
+    """Return the new content of the file: ``rows`` of this run, and the file's rows of arms that this run left out.
+
+    Args:
+        last: the file, if this run covered some arms only. Its rows of other arms are kept, each with the commit that
+            it was measured at.
+        arms: all arms of a complete run of this size.
+
+    Returns: "verdict" over all rows; "missing": arms without a row; "checks": the rows.
+    """
+    before = json.loads(last.read_text()) if last is not None and last.is_file() else {"checks": []}
+    run = {row["arm"] for row in rows}
+    whole = [*({"commit": before["commit"], **row} for row in before["checks"] if row["arm"] not in run), *rows]
+    there = {row["arm"] for row in whole}
+    missing = [arm.name for arm in arms if arm.name not in there]
+    return {"verdict": VERDICTS[exit_status(whole)], "missing": missing, "checks": whole}

@@ -26,7 +26,8 @@ from experiments.common.servers import GIVES_BACK, ServerSpec
 BLOCK_SIZE = 32
 """Unit of the prompts' lengths, in tokens; groups of a family have blocks of 32 to 256."""
 MAX_BATCHED_TOKENS = 512
-MAX_PROMPT_TOKENS = 1900
+SIZES = {"block_size": BLOCK_SIZE, "max_batched": MAX_BATCHED_TOKENS, "max_prompt": 1900}
+"""Of the prompts."""
 KVCACHED_PAGE_BYTES = 2 << 20
 SMALL_POOL_PAGE_GROUPS = 5
 SAMPLED_EVERY_NTH_BLOCK = 20
@@ -61,11 +62,6 @@ class Phase:
     rounds: int = 3
     damage_nats: float = 0.0
     arguments: tuple[str, ...] = ()
-
-    @property
-    def slug(self) -> str:
-        """For request ids."""
-        return self.name.replace(" ", "-")
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ class Subject:
     def __init__(self, *, quick: bool) -> None:
         self.quick = quick
         self.model = make_model(GQA)
-        self.prompts = _prompts(GQA.vocabulary)
+        self.prompts = fixed_prompts(**SIZES, vocabulary=GQA.vocabulary)
         self.fewest_distinct = len(self.prompts) - 1
         self.page_group_bytes = KVCACHED_PAGE_BYTES * GQA.layers * 2
         self.phases = phases(GQA, quick=quick)
@@ -151,7 +147,8 @@ class FamilySubject(Subject):
         self.family = FAMILIES[name]
         self.model = make_family(name)
         self.vocabulary = self.family.values["vocab_size"]
-        self.prompts = [one for one in _prompts(self.vocabulary) if len(one.token_ids) >= self.family.fewest_tokens]
+        prompts = fixed_prompts(**SIZES, vocabulary=self.vocabulary)
+        self.prompts = [one for one in prompts if len(one.token_ids) >= self.family.fewest_tokens]
         self.fewest_distinct = len(self.prompts) // 2 + 1
         self.page_group_bytes = 0
         has_states = "sliding_attention" not in self.family.values.get("layer_types", ())
@@ -170,16 +167,8 @@ class FamilySubject(Subject):
         extra = {key: value for key, value in extra_of(arm.connector).items() if key != "staging_gib"}
         connector = {**arm.connector, EXTRA: extra} if arm.connector else {}
         plain = replace(arm, connector=connector, environment={**arm.environment, **self.family.environment})
-        return specs(
-            plain,
-            self.model,
-            phase.dtype,
-            phase.pool,
-            self.family.block_size,
-            MAX_BATCHED_TOKENS,
-            forks=True,
-            arguments=phase.arguments,
-        )
+        sizes = self.family.block_size, MAX_BATCHED_TOKENS
+        return specs(plain, self.model, phase.dtype, phase.pool, *sizes, forks=True, arguments=phase.arguments)
 
     def damages(self, groups: Sequence[Group]) -> list[tuple[Corruption, Prompt]]:
         planted = list(corruptions_of(groups))
@@ -196,11 +185,6 @@ class FamilySubject(Subject):
 
     def may_be_cached(self, prompt: Prompt, groups: Sequence[Group]) -> bool:
         return may_be_cached(prompt, groups)
-
-
-def _prompts(vocabulary: int) -> list[Prompt]:
-    sizes = {"block_size": BLOCK_SIZE, "max_batched": MAX_BATCHED_TOKENS, "max_prompt": MAX_PROMPT_TOKENS}
-    return fixed_prompts(**sizes, vocabulary=vocabulary)
 
 
 def phases(shape: ModelShape, *, quick: bool) -> list[Phase]:

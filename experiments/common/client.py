@@ -81,17 +81,14 @@ def clients_id(request_id: str) -> str:
     return found[1] if found else request_id
 
 
-def per_group(block_ids: list[Any]) -> list[list[int]]:
-    """Return block ids per group; a flat list is one group."""
-    return [list(block_ids)] if block_ids and isinstance(block_ids[0], int) else [list(group) for group in block_ids]
-
-
 def offered_blocks(params: Mapping[str, Any]) -> list[list[int]]:
-    """Return the block ids in P's answer, per group: from the manifest or, on a stock server, ``remote_block_ids``."""
+    """Return the block ids in P's answer, per group: of the manifest, or a stock server's ``remote_block_ids``. A flat
+    list is one group."""
     manifest = params.get(MANIFEST_KEY)
     if manifest is not None:
         return [list(group["block_ids"]) for group in manifest["groups"]]
-    return per_group(params.get("remote_block_ids") or [])
+    found = params.get("remote_block_ids") or []
+    return [list(found)] if found and isinstance(found[0], int) else [list(group) for group in found]
 
 
 class Client:
@@ -120,8 +117,7 @@ class Client:
             more["kv_transfer_params"] = kv_transfer_params
         reply = await self.http.post(**self._completion(prompt, max_tokens, salt, request_id, more))
         self._check(reply, reply.text, request_id)
-        answer: dict[str, Any] = reply.json()
-        return answer
+        return dict(reply.json())
 
     async def token_times(
         self, prompt: list[int], max_tokens: int, name: str, params: dict[str, Any] | None
@@ -157,14 +153,8 @@ class Client:
         headers: Mapping[str, str] | None = None,
         **more: Any,
     ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-        """Send a greedy completion; yields when each part of its answer came, and the part.
-
-        Args:
-            more: of the request's body.
-
-        Raises:
-            AnswerError: it is an error, empty or cut short.
-        """
+        """Send a greedy completion, with ``more`` in its body; yields when each part of its answer came, and the part.
+        Raises AnswerError if that is an error, empty or cut short."""
         asked = self._completion(prompt, max_tokens, salt, request_id, {"stream": True, **more})
         asked["headers"] |= headers or {}
         words, is_empty = f"{self.base_url}, {request_id}", True
@@ -199,11 +189,8 @@ class Client:
         return {"url": f"{self.base_url}/v1/completions", "json": body, "headers": {"X-Request-Id": request_id}}
 
     async def offer(self, prompt: list[int], *, salt: str, request_id: str, **more: Any) -> dict[str, Any]:
-        """Prefill ``prompt``, as a router asks for it, with ``more`` parameters; returns those for decode.
-
-        Raises:
-            AnswerError: there are none.
-        """
+        """Prefill ``prompt``, as a router asks for it, with ``more`` parameters; returns those for decode. Raises
+        AnswerError if there are none."""
         params = {"do_remote_decode": True, "do_remote_prefill": False, **more}
         answer = await self.complete(prompt, max_tokens=1, salt=salt, request_id=request_id, kv_transfer_params=params)
         offered: dict[str, Any] | None = answer.get("kv_transfer_params")
@@ -212,9 +199,8 @@ class Client:
         return offered
 
     async def answer(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> Answer:
-        return read_answer(
-            await self.complete(prompt, max_tokens=max_tokens, salt=salt, request_id=request_id), max_tokens
-        )
+        found = await self.complete(prompt, max_tokens=max_tokens, salt=salt, request_id=request_id)
+        return read_answer(found, max_tokens)
 
     async def probe(self, method: str, *args: object) -> dict[str, Any]:
         """Call a KV-probe method on every worker; return the first worker's answer, which is the same for all."""
@@ -240,11 +226,8 @@ def joined(digests: Sequence[list[list[str]]]) -> list[list[str]]:
 def read_answer(reply: dict[str, Any], max_tokens: int) -> Answer:
     """Return the comparable part of a completion; raises :class:`AnswerError` if it is too short or malformed."""
     choice = reply["choices"][0]
-    answer = Answer(
-        token_ids=list(choice["token_ids"]),
-        logprobs=list(choice["logprobs"]["token_logprobs"]),
-        top_logprobs=list(choice["logprobs"]["top_logprobs"]),
-    )
+    said = choice["logprobs"]
+    answer = Answer(list(choice["token_ids"]), list(said["token_logprobs"]), list(said["top_logprobs"]))
     if not len(answer.token_ids) == len(answer.logprobs) == max_tokens:
         raise AnswerError(
             f"found {len(answer.token_ids)} tokens with {len(answer.logprobs)} log-probabilities; "
@@ -271,30 +254,23 @@ class Pair:
         """Prefill on P and read the digests of the blocks that it now keeps for D."""
         unknown = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         offered = await self.prefill.offer(prompt, salt=salt, request_id=request_id, **unknown)
-        block_ids = offered_blocks(offered)
-        if not block_ids:
+        if not (block_ids := offered_blocks(offered)):
             raise AnswerError(
                 f"{request_id}: found no blocks in P's answer ({offered!r}); expected kv_transfer_params with "
                 "a manifest or remote_block_ids. D would silently compute the prompt itself. See P's log."
             )
         ranks = await self.prefill.probe_ranks("digests", block_ids) if self.keeps_blocks else []
-        digests = joined([rank["digests"] for rank in ranks])
-        return Offer(offered, block_ids, digests)
+        return Offer(offered, block_ids, joined([rank["digests"] for rank in ranks]))
 
     async def decode_offered(
         self, offer: Offer, prompt: list[int], *, max_tokens: int, salt: str, request_id: str
     ) -> HandOver:
+        params = offer.params
         decoded = await self.decode.complete(
-            prompt, max_tokens=max_tokens, salt=salt, request_id=request_id, kv_transfer_params=offer.params
+            prompt, max_tokens=max_tokens, salt=salt, request_id=request_id, kv_transfer_params=params
         )
-        return HandOver(
-            answer=read_answer(decoded, max_tokens),
-            transfer=name_of(offer.params, "")
-            if offer.params.get("transfer_mode") == "push"
-            else offer.params["remote_request_id"],
-            sent_block_ids=offer.block_ids,
-            sent_digests=offer.digests,
-        )
+        transfer = name_of(params, "") if params.get("transfer_mode") == "push" else params["remote_request_id"]
+        return HandOver(read_answer(decoded, max_tokens), transfer, offer.block_ids, offer.digests)
 
     async def hand_over(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> HandOver:
         offer = await self.prefill_only(prompt, salt=salt, request_id=request_id)
@@ -308,37 +284,26 @@ class Pair:
     async def decode_first(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> HandOver:
         """Ask D, wait until its connector has registered the request, and only then ask P."""
         transfer = {"transfer_id": request_id}
-        decoding = asyncio.create_task(
-            self.decode.complete(
-                prompt,
-                max_tokens=max_tokens,
-                salt=salt,
-                request_id=f"{request_id}-decode",
-                kv_transfer_params={**self.coordinates, **transfer, "do_remote_prefill": True},
-            )
+        params = {**self.coordinates, **transfer, "do_remote_prefill": True}
+        asked = self.decode.complete(
+            prompt, max_tokens=max_tokens, salt=salt, request_id=f"{request_id}-decode", kv_transfer_params=params
         )
-        name = name_of(transfer, "")
+        decoding, name = asyncio.create_task(asked), name_of(transfer, "")
         try:
-            while name not in await self._pending():
-                if decoding.done():
-                    # read_answer raises if D answered with an error. If not, the caller reports the missing record.
-                    return HandOver(read_answer(decoding.result(), max_tokens), name, [], [])
+            while not decoding.done():
+                # One call at a time: vLLM takes no step while calls wait in its queue.
+                async with self._looking:
+                    pending = (await self.decode.probe("pending"))["pending"]
+                if name in pending:
+                    params = {**transfer, "do_remote_decode": True}
+                    of_prefill = {"salt": salt, "request_id": f"{request_id}-prefill", "kv_transfer_params": params}
+                    await self.prefill.complete(prompt, max_tokens=1, **of_prefill)
+                    break
                 await asyncio.sleep(LOOK_SECONDS)
-            await self.prefill.complete(
-                prompt,
-                max_tokens=1,
-                salt=salt,
-                request_id=f"{request_id}-prefill",
-                kv_transfer_params={**transfer, "do_remote_decode": True},
-            )
+            # Raises if D answered with an error. If D did not wait for P, the caller reports the missing record.
             return HandOver(read_answer(await decoding, max_tokens), name, [], [])
         finally:
             decoding.cancel()
-
-    async def _pending(self) -> list[str]:
-        """Return the transfers under way to D. One call at a time: vLLM takes no step while calls wait in its queue."""
-        async with self._looking:
-            return list((await self.decode.probe("pending"))["pending"])
 
 
 def is_up(url: str) -> bool:

@@ -85,10 +85,10 @@ def has_gpu() -> bool:
 
 def accepted(vllm: str | None) -> tuple[str, ...]:
     """Return the model runners that kvcached accepts with a vLLM, the usual one of the servers here first."""
-    found = None if vllm is None else Version(vllm)
-    v1 = found is None or found < Version(LOADS_BEHIND.since)
-    v2 = found is not None and found >= Version(HITS_DIVERGE.since)
-    return (*["V1"] * v1, *["V2"] * v2)
+    if vllm is None:
+        return ("V1",)
+    found, v1_until, v2_since = map(Version, (vllm, LOADS_BEHIND.since, HITS_DIVERGE.since))
+    return (*["V1"] * (found < v1_until), *["V2"] * (found >= v2_since))
 
 
 def serves_contiguous(vllm: str | None) -> bool:

@@ -222,11 +222,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def make_family(name: str, *, cache: Path = CACHE) -> Path:
-    """Return the folder of the model of ``FAMILIES[name]``; makes it if it does not exist.
-
-    Raises:
-        KeyError: there is no such family.
-    """
+    """Return the folder of the model of ``FAMILIES[name]``; makes it if it does not exist."""
     family = FAMILIES[name]
     key = [FORMAT, family.config, family.architecture, dict(family.values), family.seed, family.deviation]
     shape = ModelShape(vocabulary=family.values["vocab_size"], max_positions=family.values["max_position_embeddings"])

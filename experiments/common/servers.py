@@ -125,11 +125,8 @@ class ServerSpec:
     forks: bool = False
 
     def command(self, port: int, engine_id: str) -> list[str]:
-        """Return the argument list of ``vllm serve`` on ``port``.
-
-        Args:
-            engine_id: the connector's engine id, unless ``kv_transfer`` has one.
-        """
+        """Return the argument list of ``vllm serve`` on ``port``. ``engine_id``: the connector's, unless
+        ``kv_transfer`` has one."""
         return [
             *(str(self.executable), "serve", str(self.model), "--host", HOST, "--port", str(port)),
             *("--uvicorn-log-level", "warning"),
@@ -173,11 +170,8 @@ def prefill_and_decode(tag: str, kv_transfer: Mapping[str, object], **more: Any)
 
 
 class Server:
-    """A running ``vllm serve``; made by :func:`running`. Not thread-safe.
-
-    Args:
-        ports: of HTTP and of the side channel, to reuse those of an earlier server; None takes free ones.
-    """
+    """A running ``vllm serve``; made by :func:`running`. Not thread-safe. ``ports``: of HTTP and of the side channel,
+    to reuse those of an earlier server."""
 
     def __init__(self, spec: ServerSpec, logs: Path, ports: tuple[int, int] | None = None) -> None:
         self.spec = spec
@@ -245,10 +239,7 @@ class Server:
 
     def shut_down(self) -> None:
         """Send SIGTERM to the process that was started, as a container's runtime does, and wait until it has ended.
-
-        Raises:
-            ServerError: it has not after `ENDING_SECONDS`.
-        """
+        Raises ServerError if it has not after `ENDING_SECONDS`."""
         self.process.terminate()
         try:
             self.process.wait(ENDING_SECONDS)
@@ -280,11 +271,8 @@ class Server:
         deadline = time.monotonic() + STOP_SECONDS
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.02)
-        shared, sockets = (
-            Path("/dev/shm").glob(f"*{self.identity}*"),
-            Path("/tmp").glob(f"kvcached-tp-{self.identity}*"),
-        )
-        for leftover in [*shared, *sockets]:
+        shared = Path("/dev/shm").glob(f"*{self.identity}*")
+        for leftover in [*shared, *Path("/tmp").glob(f"kvcached-tp-{self.identity}*")]:
             if leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
@@ -298,9 +286,7 @@ class Running:
     """
 
     def __init__(self, specs: list[ServerSpec], logs: Path, on_wait: Callable[[str], None] | None = None) -> None:
-        self.specs = specs
-        self.logs = logs
-        self.on_wait = on_wait
+        self.specs, self.logs, self.on_wait = specs, logs, on_wait
         self.servers: list[Server] = []
         self.ports: list[tuple[int, int] | None] = [None] * len(specs)
 
@@ -343,11 +329,8 @@ class Running:
         return self.servers
 
     def replace(self, index: int, spec: ServerSpec | None = None) -> Server:
-        """Start a new server on the ports of the dead one at ``index``. It is returned before it is ready.
-
-        Args:
-            spec: configuration of the new server; None for that of the dead one.
-        """
+        """Start a new server on the ports of the dead one at ``index``, with another configuration if ``spec`` is
+        given. It is returned before it is ready."""
         dead = self.servers[index]
         dead.stop()  # removes what it left in shared memory
         generation = int(dead.spec.name.partition("+")[2] or 0) + 1

@@ -25,6 +25,7 @@ from experiments.common.pages import own_names
 from experiments.common.servers import (
     GIVES_BACK,
     HOST,
+    REPOSITORY,
     Asking,
     Server,
     ServerError,
@@ -32,11 +33,10 @@ from experiments.common.servers import (
     free_ports,
     prefill_and_decode,
 )
-from experiments.dashboard.queries import FOLDER
 from experiments.stacks.routers import running_router
 
 Say = Callable[[str], None]
-
+FOLDER = REPOSITORY / "docs" / "deploy" / "prometheus"
 PAIRS = ("pull", "push", "staged")
 SLAB_GIB = 0.005
 """40 slots of 32 tokens, so that long prompts wait for some."""
@@ -46,17 +46,11 @@ LOAD_SECONDS = 25.0
 IDLE_SECONDS = 60.0
 LEASE_SECONDS = 20.0
 OK = "ok"
-
-
 STEP_SECONDS = 2
 
 
 class Prometheus:
-    """A running Prometheus.
-
-    Attributes:
-        began_at: seconds since the epoch.
-    """
+    """A running Prometheus, since ``began_at`` (seconds since the epoch)."""
 
     def __init__(self, url: str, targets: Path) -> None:
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=60.0)
@@ -65,9 +59,8 @@ class Prometheus:
 
     def scrape(self, servers: Sequence[Server]) -> None:
         """Scrape these servers, and no other ones; their names are the label ``instance`` of their series."""
-        scraped = [
-            {"targets": [f"{HOST}:{one.port}"], "labels": {"instance": one.spec.name, "job": "vllm"}} for one in servers
-        ]
+        labels = {one.port: {"instance": one.spec.name, "job": "vllm"} for one in servers}
+        scraped = [{"targets": [f"{HOST}:{port}"], "labels": of_one} for port, of_one in labels.items()]
         partial = self._targets.with_suffix(".partial")
         partial.write_text(json.dumps(scraped))
         partial.replace(self._targets)
@@ -153,27 +146,27 @@ def specs_of(pair: str) -> list[ServerSpec]:
 def load_pair(pair: str, prometheus: Prometheus, logs: Path, say: Say) -> Load:
     say(f"{pair}: starting the servers")
     load = Load(pair, round(time.time() - prometheus.began_at, 1))
+
+    async def drive(servers: list[Server]) -> None:
+        async with http_client(2 * AT_ONCE) as http:
+            driver = _Driver(load, servers, http)
+            say(f"{pair}: load for {LOAD_SECONDS:.0f} s")
+            await driver.ask_for(LOAD_SECONDS)
+            # The prefix cache does not count as used, and what is kept ends with its lease.
+            used = f"sum(kvcached_nixl:used_tokens{{instance=~'{'|'.join(server.spec.name for server in servers)}'}})"
+            deadline = time.monotonic() + IDLE_SECONDS
+            while not load.is_idle_again and time.monotonic() < deadline:
+                await asyncio.sleep(1.0)
+                load.is_idle_again = await asyncio.to_thread(prometheus.now, used) == 0.0
+            if pair == "pull":
+                await driver.with_faults(say)
+
     with Asking(specs_of(pair), logs) as launched:
         servers = launched.ready()
         prometheus.scrape(servers)
-        asyncio.run(_drive(load, servers, prometheus, say))
+        asyncio.run(drive(servers))
         prometheus.scrape([])
     return load
-
-
-async def _drive(load: Load, servers: list[Server], prometheus: Prometheus, say: Say) -> None:
-    async with http_client(2 * AT_ONCE) as http:
-        driver = _Driver(load, servers, http)
-        say(f"{load.pair}: load for {LOAD_SECONDS:.0f} s")
-        await driver.ask_for(LOAD_SECONDS)
-        # The prefix cache does not count as used, and what is kept ends with its lease.
-        used = f"sum(kvcached_nixl:used_tokens{{instance=~'{'|'.join(server.spec.name for server in servers)}'}})"
-        deadline = time.monotonic() + IDLE_SECONDS
-        while not load.is_idle_again and time.monotonic() < deadline:
-            await asyncio.sleep(1.0)
-            load.is_idle_again = await asyncio.to_thread(prometheus.now, used) == 0.0
-        if load.pair == "pull":
-            await driver.with_faults(say)
 
 
 class _Driver:
@@ -231,10 +224,8 @@ class _Driver:
         prompt, other = self._prompt(), self._prompt()
         first = await self._offer(prompt)
         for (name, params), asked in ((first, prompt), (first, prompt), (await self._offer(prompt), other)):
-            request_id = f"{name}-{next(self._numbers)}"
-            await self._decode.complete(
-                asked, max_tokens=1, salt=name, request_id=request_id, kv_transfer_params=params
-            )
+            more = {"request_id": f"{name}-{next(self._numbers)}", "kv_transfer_params": params}
+            await self._decode.complete(asked, max_tokens=1, salt=name, **more)
 
     async def _short_of_memory(self) -> None:
         from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit

@@ -20,9 +20,9 @@ from rich.table import Table
 
 from experiments.common.counted import count
 from experiments.common.device import MODES
-from experiments.common.report import REPOSITORY, Narrator, begin, conclude, last_name, make_table
+from experiments.common.report import Run, make_table
 from experiments.common.report import Verdict as Target
-from experiments.common.servers import Running, ServerError, ServerSpec, asks
+from experiments.common.servers import REPOSITORY, Running, ServerError, ServerSpec, asks
 from experiments.stacks import measure as stacks
 from experiments.stacks import traffic
 from experiments.stacks.environments import Say
@@ -64,24 +64,22 @@ class Phase:
 
 
 def main(options: argparse.Namespace) -> int:
-    began, stamp = begin(options.vllm)
-    logs = RESULTS / stamp
     made = subprocess.run(["bash", "experiments/env.sh", BEFORE], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     if made.returncode:
         return 2
     before = Path(made.stdout.splitlines()[-1]) / "bin" / "vllm"
-    with Narrator(f"changes of a fleet, vLLM {BEFORE} to {options.vllm}") as narrator:
-        expected = expected_of(before, logs, narrator.say)
+    with Run(f"changes of a fleet from vLLM {BEFORE}", options.vllm, RESULTS) as run:
+        expected = expected_of(before, run.logs, run.say)
         modes = (options.mode,) if options.mode else MODES
         changes = [change for change in CHANGES if (options.change or "") in change]
-        found = [measure(mode, before, expected, changes, logs / mode, narrator.say) for mode in modes]
-    path = RESULTS / f"{last_name(options.vllm)}.json"
-    known = json.loads(path.read_text())["phases"] if (options.change or options.mode) and path.is_file() else []
+        found = [measure(mode, before, expected, changes, run.logs / mode, run.say) for mode in modes]
+    is_part = options.change or options.mode
+    known = json.loads(run.path.read_text())["phases"] if is_part and run.path.is_file() else []
     measured = {(one.mode, one.change): one for one in (*(Phase(**phase) for phase in known), *sum(found, []))}
     order = [(mode, change) for mode in MODES for change in CHANGES]
     phases = [measured[one] for one in order if one in measured]
-    content = {"began": began, "before": BEFORE, "phases": [dataclasses.asdict(one) for one in phases]}
-    return conclude([table_of(phases)], judge(phases), path, content)
+    content = {"before": BEFORE, "phases": [dataclasses.asdict(one) for one in phases]}
+    return run.conclude([table_of(phases)], judge(phases), content)
 
 
 def spec(name: str, mode: str | None, executable: Path = AFTER) -> ServerSpec:
@@ -119,7 +117,7 @@ def measure(
         )
         prefills.ready()
         url = stack.enter_context(nginx(decodes.ready(), logs / "nginx"))
-        fleet = Fleet(prefills, decodes, url)
+        fleet = Fleet(prefills, decodes)
         acts: dict[str, Callable[[], None]] = {
             "restart": lambda: fleet.restart_each(None),
             "version": lambda: fleet.restart_each(AFTER),
@@ -131,7 +129,15 @@ def measure(
         asyncio.run(traffic.answers(url, list(expected)))
         numbers = dict.fromkeys(number for _, number in expected)
         asked = [(kind, number) for number in numbers for kind in KINDS if (kind, number) in expected]
-        return [_phase(mode, one, acts[one], fleet, [(each, expected[each]) for each in asked], say) for one in changes]
+        phases = []
+        for change in changes:
+            begun, failed_before = time.monotonic(), fleet.failed_hand_overs()
+            pairs = [(each, expected[each]) for each in asked]
+            found = traffic.counted(asyncio.run(traffic.meanwhile(url, pairs, acts[change], AT_ONCE)))
+            failed = max(0, fleet.failed_hand_overs() - failed_before)
+            phases.append(Phase(mode, change, round(time.monotonic() - begun, 1), found, failed))
+            say(f"{mode}, {change}: {found}")
+        return phases
 
 
 def starve() -> None:
@@ -149,9 +155,8 @@ def starve() -> None:
 class Fleet:
     """The servers. Nobody is told of what happens to them."""
 
-    def __init__(self, prefills: Running, decodes: Running, url: str) -> None:
+    def __init__(self, prefills: Running, decodes: Running) -> None:
         self._prefills, self._decodes = prefills, decodes
-        self.url = url
 
     def restart_each(self, executable: Path | None) -> None:
         """Send SIGTERM to each server, as an orchestrator does it, and start it again, maybe with another vLLM.
@@ -183,17 +188,6 @@ class Fleet:
             with contextlib.suppress(httpx.TransportError):
                 found += count([one], "kvcached_nixl:handover_failures_total")
         return found
-
-
-def _phase(
-    mode: str, change: str, act: Callable[[], None], fleet: Fleet, asked: Sequence[tuple[Request, Answer]], say: Say
-) -> Phase:
-    begun, failed_before = time.monotonic(), fleet.failed_hand_overs()
-    found = asyncio.run(traffic.meanwhile(fleet.url, asked, act, AT_ONCE))
-    failed = max(0, fleet.failed_hand_overs() - failed_before)
-    phase = Phase(mode, change, round(time.monotonic() - begun, 1), traffic.counted(found), failed)
-    say(f"{mode}, {change}: {phase.outcomes}")
-    return phase
 
 
 def table_of(phases: Sequence[Phase]) -> Table:

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arms: which pairs of servers are tested, and with which prompts."""
+"""The arms: which pairs of servers are tested; and their clients, whose requests each get a verdict."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import math
 import random
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import httpx
+
+from experiments.common.client import AnswerError, Client, answers_of, http_client, read_answer
 from experiments.common.device import PINNED, layout, nixl
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import ModelShape, make_model
-from experiments.common.servers import GIVES_BACK, ServerSpec, prefill_and_decode
+from experiments.common.servers import GIVES_BACK, Server, ServerSpec, prefill_and_decode
 from kvcached_nixl.wire.messages import INTERVAL
 
 LEASE_SECONDS = 3.0
@@ -68,29 +78,185 @@ class Arm:
 
 PULL, PUSH = Arm("pull", "pull"), Arm("push", "push")
 # kvcached looks at its limit on the thread that allocates pages in advance.
-_LOOKS = {"KVCACHED_PAGE_PREALLOC_ENABLED": "true"}
-SHORT = (
-    Arm("short of memory, pull", "pull", environment=_LOOKS, is_short=True),
-    Arm("short of memory, push", "push", environment=_LOOKS, is_short=True),
-    Arm("short of memory, staged", "push", extra={"memory_path": "device"}, environment=_LOOKS, is_short=True),
-)
-STOCK = Arm("stock pull", "pull", kvcached=False)
-STAGED = (
-    # These set no memory_path: the proof at start must find that registrations do not follow kvcached's pages.
+_SHORT: Any = {"environment": {"KVCACHED_PAGE_PREALLOC_ENABLED": "true"}, "is_short": True}
+# Blocks of 128 tokens, and one for each request's states.
+_HYBRID: Any = {"family": "nemotron-h", "num_blocks": 32}
+_STAGED: Any = {"extra": {"memory_path": "device"}}
+ARMS = (
+    PULL,
+    PUSH,
+    # These two set no memory_path: the proof at start must find that registrations do not follow kvcached's pages.
     Arm("staged pull, pinned", "pull", environment=PINNED),
     Arm("staged push, pinned", "push", environment=PINNED),
-    Arm("staged push", "push", extra={"memory_path": "device"}),
+    Arm("staged push", "push", **_STAGED),
+    Arm("hybrid pull", "pull", **_HYBRID),
+    Arm("hybrid push", "push", **_HYBRID),
+    Arm("hybrid staged pull", "pull", **_STAGED, **_HYBRID),
+    Arm("short of memory, pull", "pull", **_SHORT),
+    Arm("short of memory, push", "push", **_SHORT),
+    Arm("short of memory, staged", "push", **_STAGED, **_SHORT),
+    Arm("stock pull", "pull", kvcached=False),
 )
-HYBRID = (
-    # Blocks of 128 tokens, and one for each request's states.
-    Arm("hybrid pull", "pull", family="nemotron-h", num_blocks=32),
-    Arm("hybrid push", "push", family="nemotron-h", num_blocks=32),
-    Arm("hybrid staged pull", "pull", extra={"memory_path": "device"}, family="nemotron-h", num_blocks=32),
-)
-ARMS = (PULL, PUSH, *STAGED, *HYBRID, *SHORT, STOCK)
 
 
 def prompts(count: int, seed: int = 5) -> list[list[int]]:
     """Return different prompts, each of some full blocks and a partly filled one."""
     draw = random.Random(seed)
     return [[draw.randrange(3, 500) for _ in range(draw.randint(*PROMPT_TOKENS))] for _ in range(count)]
+
+
+# -------------------------------------------------------------------------------------------------------------- clients
+
+
+Verdict = Literal["right", "wrong", "error", "no connection", "went away", "hangs"]
+OUT_OF_DATE = "parameters out of date"
+"""Value of ``fault`` for a request whose decode comes after its lease; other requests may run at the same time."""
+FIRST_WEIGHTS, OTHER_WEIGHTS = "0", "5"
+"""Seeds of the KV probe: for the weights that a server starts with, and for different ones."""
+HANG_SECONDS = 90.0
+"""Longer than any request may take, including a handshake that is retried, on a busy machine."""
+PAUSE_SECONDS = 0.1
+"""Pause of a client after a request without a correct answer."""
+LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One finished request. ``fault`` is the fault being inflicted when it began."""
+
+    verdict: Verdict
+    fault: str
+    began_seconds: float
+    ended_seconds: float
+    detail: str = ""
+
+
+@dataclass
+class Traffic:
+    """Requests through both servers, and their results.
+
+    Attributes:
+        expected: the right answer to each prompt.
+        other: the right answer to each prompt with the weights of ``OTHER_WEIGHTS``.
+        other_until_seconds: a request that began before this time may have either answer, but no mixture of both.
+        asking: while it is set, clients send requests.
+    """
+
+    pair: Sequence[Server]
+    mode: str
+    prompts: Sequence[list[int]]
+    expected: list[list[int]] = field(default_factory=list)
+    other: list[list[int]] = field(default_factory=list)
+    other_until_seconds: float = -math.inf
+    ended: list[Ended] = field(default_factory=list)
+    fault: str = "none"
+    asking: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._numbers = itertools.count()
+        self._under_way = 0
+
+    @property
+    def verdicts(self) -> Counter[str]:
+        return Counter(one.verdict for one in self.ended)
+
+    @contextlib.asynccontextmanager
+    async def clients(self, count: int) -> AsyncIterator[None]:
+        """Run clients during a ``with`` block; they send requests while `asking` is set."""
+
+        async def client() -> None:
+            while True:
+                await self.asking.wait()
+                self._under_way += 1
+                try:
+                    ended = await self.one()
+                finally:
+                    self._under_way -= 1
+                if ended.verdict != "right":
+                    await asyncio.sleep(PAUSE_SECONDS)
+
+        tasks = [asyncio.create_task(client()) for _ in range(count)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def rest(self) -> None:
+        """Clear `asking`, and wait until no client has a request under way."""
+        self.asking.clear()
+        while self._under_way:
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def learn(self, *, other: bool = False) -> None:
+        """Get the right answers: prefill answers every prompt alone; ``other``: also with the other weights, which it
+        has meanwhile."""
+        url = self.pair[0].base_url
+        self.expected = [one.token_ids for one in await answers_of(url, self.prompts, TOKENS, "alone")]
+        if other:
+            async with http_client(1) as http:
+                await Client(url, http).probe("other_weights", OTHER_WEIGHTS)
+                self.other = [one.token_ids for one in await answers_of(url, self.prompts, TOKENS, "other")]
+                await Client(url, http).probe("other_weights", FIRST_WEIGHTS)
+
+    async def one(self, leaves_after_seconds: float | None = None) -> Ended:
+        """Send one request to P, then to D. Its client disconnects after ``leaves_after_seconds``, if given."""
+        number = next(self._numbers)
+        fault, began = self.fault, time.monotonic()
+        try:
+            async with asyncio.timeout(leaves_after_seconds or HANG_SECONDS):
+                verdict, detail = await self._ask(number, began)
+        except TimeoutError:
+            verdict, detail = ("went away", "") if leaves_after_seconds else ("hangs", f"request {number}")
+        self.ended.append(Ended(verdict, fault, began, time.monotonic(), detail))
+        return self.ended[-1]
+
+    async def stale(self, count: int, wait_seconds: float) -> list[Ended]:
+        """Send ``count`` requests, each to D only after its lease has ended and other requests have used its blocks."""
+        first = len(self.ended)
+        async with http_client(4) as http:
+            prefill, decode = (Client(server.base_url, http) for server in self.pair)
+            names = [f"stale-{next(self._numbers)}" for _ in range(count)]
+            which = [number % len(self.prompts) for number in range(count)]
+            held = [await self._prefill(prefill, name, self.prompts[n]) for name, n in zip(names, which, strict=True)]
+            await asyncio.sleep(wait_seconds)
+            for number, prompt in enumerate(self.prompts[::-1]):
+                await prefill.answer(prompt, max_tokens=1, salt=f"after-{names[0]}-{number}", request_id="after")
+            for name, n, params in zip(names, which, held, strict=True):
+                began = time.monotonic()
+                verdict, detail = await judged(self._decode(decode, name, n, params, began))
+                self.ended.append(Ended(verdict, OUT_OF_DATE, began, time.monotonic(), detail))
+        return self.ended[first:]
+
+    async def _ask(self, number: int, began: float) -> tuple[Verdict, str]:
+        which, name = number % len(self.prompts), f"r-{number}"
+        async with http_client(1) as http:
+            prefill, decode = (Client(server.base_url, http) for server in self.pair)
+
+            async def hand_over() -> str:
+                params = await self._prefill(prefill, name, self.prompts[which])
+                return await self._decode(decode, name, which, params, began)
+
+            return await judged(hand_over())
+
+    async def _prefill(self, prefill: Client, name: str, prompt: list[int]) -> dict[str, Any]:
+        more = {"transfer_id": name} if self.mode == "push" else {}
+        return await prefill.offer(prompt, salt=name, request_id=name, **more)
+
+    async def _decode(self, decode: Client, name: str, which: int, params: dict[str, Any], began: float) -> str:
+        """Return what is wrong with the answer; nothing if it is right."""
+        asked = {"max_tokens": TOKENS, "salt": name, "request_id": name, "kv_transfer_params": params}
+        found = read_answer(await decode.complete(self.prompts[which], **asked), TOKENS).token_ids
+        right = [self.expected[which], *([self.other[which]] if began < self.other_until_seconds else [])]
+        return "" if found in right else f"{name}: found {found}; expected {' or '.join(map(str, right))}"
+
+
+async def judged(asked: Awaitable[str]) -> tuple[Verdict, str]:
+    try:
+        wrong = await asked
+    except AnswerError as error:
+        return "error", str(error)
+    except httpx.HTTPError as error:
+        return "no connection", repr(error)
+    return ("wrong", wrong) if wrong else ("right", "")

@@ -14,16 +14,29 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import httpx
+from hostvmm.device import device_info, occupy
 
 from experiments.common.client import Client, http_client
-from experiments.common.servers import Running
-from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS, Arm
-from experiments.lease_recovery.memory import GIVE_UP_SECONDS, IdleMemory, be_a_neighbour, change_limits, leases_ended
-from experiments.lease_recovery.traffic import FIRST_WEIGHTS, HANG_SECONDS, LOOK_SECONDS, OTHER_WEIGHTS, Ended, Traffic
+from experiments.common.counted import samples
+from experiments.common.pages import PageWatch, own_names
+from experiments.common.servers import Running, Server, ServerError
+from experiments.lease_recovery.arms import (
+    FIRST_WEIGHTS,
+    HANG_SECONDS,
+    HEARTBEAT_SECONDS,
+    LEASE_SECONDS,
+    LOOK_SECONDS,
+    OTHER_WEIGHTS,
+    Arm,
+    Ended,
+    Traffic,
+)
+from kvcached_nixl.wants import Want, Wants
 
-Inflict = Callable[[], Awaitable[None]]
+Inflict = Callable[[], Awaitable[object]]
 SIDES = ("prefill", "decode")
 CLIENTS = 4
 STALE_REQUESTS = 50
@@ -32,6 +45,11 @@ SHORTER_SECONDS, LONGER_SECONDS = 0.45 * LEASE_SECONDS, 2 * LEASE_SECONDS
 SHORTER, LONGER = f"{SHORTER_SECONDS:.2f} s", f"{LONGER_SECONDS:.0f} s"
 GONE = "prefill is killed and stays away"
 MEANWHILE = "decode, while prefill stays away"
+FREED_SECONDS = LEASE_SECONDS + 2 * HEARTBEAT_SECONDS
+GIVE_UP_SECONDS = 4 * FREED_SECONDS
+FAULT_SECONDS = 6.0
+"""Longer than engines wait before they give way, several times."""
+MOST_PAUSE_SECONDS = 0.7
 
 
 @dataclass(frozen=True)
@@ -81,14 +99,14 @@ class Chaos:
         self.draw = random.Random(11)
         self.recoveries: list[Recovery] = []
         self.told: list[Told] = []
-        self._idle = IdleMemory(running)
+        self._idle: list[tuple[float, int]] = []
 
     async def run(self, rounds: int, least_requests: int) -> None:
         """Inflict every fault ``rounds`` times in random order; end after at least ``least_requests`` requests."""
         # One request before the idle level is read: the first page stays mapped once used, for vLLM's null block.
         await self.traffic.one()
         await asyncio.sleep(GIVE_UP_SECONDS)
-        await self._idle.note()
+        self._idle = [await _held(server) for server in self.running.servers]
         async with self.traffic.clients(CLIENTS):
             for turn in range(rounds):
                 kinds = list(self._kinds().items())
@@ -109,10 +127,10 @@ class Chaos:
         if name.endswith(SHORTER):
             # Wait until leases of earlier, aborted requests have ended, so that they are not counted here. Staged ones
             # have slots of a slab and no blocks, so waiting for blocks is not enough.
-            await asyncio.sleep(LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
+            await asyncio.sleep(FREED_SECONDS)
             # An engine updates its metrics only when it steps.
             await traffic.one()
-        ended = await leases_ended(prefill)
+        ended = await _leases_ended(prefill)
         traffic.asking.set()
         await asyncio.sleep(self.draw.uniform(0.2, 2.0))
         began = time.monotonic()
@@ -125,7 +143,7 @@ class Chaos:
         while (right := first_right()) is None and time.monotonic() - over < HANG_SECONDS:
             await asyncio.sleep(LOOK_SECONDS)
         await traffic.rest()
-        memory = await self._idle.seconds_until()
+        memory = await self._seconds_until_idle(0, 1)
         same = prefill is self.running.servers[0]
         self.recoveries.append(
             Recovery(
@@ -133,55 +151,60 @@ class Chaos:
                 lasted_seconds=over - began,
                 right_seconds=None if right is None else right.ended_seconds - over,
                 memory_seconds=memory,
-                leases_ended=await leases_ended(prefill) - ended if same else None,
+                leases_ended=await _leases_ended(prefill) - ended if same else None,
             )
         )
+
+    async def _seconds_until_idle(self, *sides: int) -> float | None:
+        """Return the seconds until these sides use no more blocks and pages than when idle; None if that takes longer
+        than GIVE_UP_SECONDS."""
+        began = time.monotonic()
+        while time.monotonic() - began < GIVE_UP_SECONDS:
+            held = [(await _held(self.running.servers[side]), self._idle[side]) for side in sides]
+            if all(now[0] <= idle[0] and now[1] <= idle[1] for now, idle in held):
+                return time.monotonic() - began
+            await asyncio.sleep(LOOK_SECONDS)
+        return None
 
     # ------------------------------------------------------------------------------------------ faults
 
     def _kinds(self) -> dict[str, Inflict]:
         if self.arm.is_short:
             return self._shortages()
-        still = {SHORTER: SHORTER_SECONDS, LONGER: LONGER_SECONDS}
         kinds: dict[str, Inflict] = {
-            f"{name} stands still, {words}": partial(self._stand_still, side, seconds)
-            for side, name in enumerate(SIDES)
-            for words, seconds in still.items()
-        }
-        kinds |= {f"{name} is killed": partial(self._kill, side) for side, name in enumerate(SIDES)}
-        kinds |= {
             "clients go away": self._clients_go_away,
             "clients go away while they wait": self._clients_of_a_burst_go_away,
-            "stale parameters": self._stale,
+            "stale parameters": partial(self.traffic.stale, STALE_REQUESTS, FREED_SECONDS),
             GONE: self._prefill_is_gone,
         }
-        return kinds | (self._operations() if self.arm.kvcached else {})
+        for side, name in enumerate(SIDES):
+            for words, seconds in ((SHORTER, SHORTER_SECONDS), (LONGER, LONGER_SECONDS)):
+                kinds[f"{name} stands still, {words}"] = partial(self._stand_still, side, seconds)
+            kinds[f"{name} is killed"] = partial(self._kill, side)
+            if self.arm.kvcached:
+                kinds[f"{name} is paused"] = partial(self._pause, side)
+        if self.arm.kvcached:
+            kinds["both are paused"] = lambda: self._pause(*self.draw.sample([0, 1], 2))
+            kinds |= {"caches are reset": self._reset, "weights change": self._change_weights}
+        return kinds
 
     def _shortages(self) -> dict[str, Inflict]:
         still = f"limits change, prefill stands still, {SHORTER}"
         kinds: dict[str, Inflict] = {
-            "limits change": lambda: change_limits(self.running.servers, self.draw),
-            "limits and both neighbours": lambda: self._limits_and(self._neighbours, 0, 1),
-            still: lambda: self._limits_and(self._stand_still, 0, SHORTER_SECONDS),
-            "limits change, prefill is paused": lambda: self._limits_and(self._pause, 0),
+            "limits change": lambda: self._change_limits(*self.running.servers),
+            "limits and both neighbours": partial(self._limits_and, self._neighbours, 0, 1),
+            still: partial(self._limits_and, self._stand_still, 0, SHORTER_SECONDS),
+            "limits change, prefill is paused": partial(self._limits_and, self._pause, 0),
             "clients go away while they wait": self._clients_of_a_burst_go_away,
-            "memory changes, prefill is killed": lambda: self._limits_and(self._kill, 0),
+            "memory changes, prefill is killed": partial(self._limits_and, self._kill, 0),
         }
         for side, name in enumerate(SIDES):
             kinds[f"a neighbour of {name}"] = partial(self._neighbours, side)
             kinds[f"{name} is shut down"] = partial(self._shut_down, side)
         return kinds
 
-    def _operations(self) -> dict[str, Inflict]:
-        kinds: dict[str, Inflict] = {f"{name} is paused": partial(self._pause, side) for side, name in enumerate(SIDES)}
-        return kinds | {
-            "both are paused": lambda: self._pause(*self.draw.sample([0, 1], 2)),
-            "caches are reset": self._reset,
-            "weights change": self._change_weights,
-        }
-
     async def _neighbours(self, *sides: int) -> None:
-        await asyncio.gather(*(be_a_neighbour(self.running.servers[side], self.draw) for side in sides))
+        await asyncio.gather(*(self._be_a_neighbour(self.running.servers[side].identity) for side in sides))
 
     async def _kill(self, side: int) -> None:
         self.running.servers[side].kill()
@@ -195,7 +218,44 @@ class Chaos:
     async def _limits_and(self, inflict: Callable[..., Awaitable[None]], *arguments: float) -> None:
         """Inflict another fault while limits change, but not those of a prefill that is killed."""
         servers = self.running.servers[1:] if inflict == self._kill else self.running.servers
-        await asyncio.gather(change_limits(servers, self.draw), inflict(*arguments))
+        await asyncio.gather(self._change_limits(*servers), inflict(*arguments))
+
+    async def _change_limits(self, *servers: Server) -> None:
+        """Set each engine's limit to random values, as ``kvctl limit`` does, and back to what it was."""
+        from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
+
+        names = [name for server in servers for name in own_names(server.identity)]
+        whole = {name: get_kv_cache_limit(name).total_size for name in names}
+        until = time.monotonic() + FAULT_SECONDS
+        try:
+            while time.monotonic() < until:
+                name = self.draw.choice(names)
+                update_kv_cache_limit(name, max(1, int(whole[name] * self.draw.choice((0.1, 0.3, 0.6, 1.0)))))
+                await asyncio.sleep(self.draw.uniform(0.0, MOST_PAUSE_SECONDS))
+        finally:
+            for name in names:
+                update_kv_cache_limit(name, whole[name])
+
+    async def _be_a_neighbour(self, device: str) -> None:
+        """Take most of the free memory of a server's device, or give it back, and say that more is waited for.
+
+        To an engine this process looks like another one with this package: its memory is in the emulated device's
+        account, and it says what it waits for where engines say it.
+        """
+        environment = {"KVCACHED_HOSTVMM_DEVICE": device}
+        wants = Wants(Path("/tmp"), f"neighbour-of-{device}", f"hostvmm {device}")
+        until = time.monotonic() + FAULT_SECONDS
+        try:
+            while time.monotonic() < until:
+                occupy(0, environment=environment)
+                if self.draw.random() < 0.7:
+                    free_bytes = device_info(environment=environment).free_bytes
+                    occupy(max(1, free_bytes - self.draw.choice((0, 8 << 20, 32 << 20))), environment=environment)
+                wants.say(Want(self.draw.choice((0, 16 << 20, 64 << 20)), self.draw.random() < 0.5))
+                await asyncio.sleep(self.draw.uniform(0.0, MOST_PAUSE_SECONDS))
+        finally:
+            occupy(0, environment=environment)
+            wants.say(Want(0, False))
 
     async def _stand_still(self, side: int, seconds: float) -> None:
         server = self.running.servers[side]
@@ -217,7 +277,7 @@ class Chaos:
         """Kill prefill, and start no new one at its address until decode is down to its idle memory."""
         self.running.servers[0].kill()
         began = time.monotonic()
-        memory = await self._idle.seconds_until(1)
+        memory = await self._seconds_until_idle(1)
         self.recoveries.append(Recovery(MEANWHILE, time.monotonic() - began, 0.0, memory))
         await asyncio.to_thread(self.running.bring_back, 0)
 
@@ -257,9 +317,29 @@ class Chaos:
         reply.raise_for_status()
         self.told.append(Told(f"{what} {query.get('mode', '')}".strip(), time.monotonic() - began))
 
-    async def _stale(self) -> None:
-        await self.traffic.stale(STALE_REQUESTS, LEASE_SECONDS + 2 * HEARTBEAT_SECONDS)
-
 
 def _said(traffic: Traffic) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in traffic.verdicts.most_common()) or "nothing"
+
+
+async def _held(server: Server) -> tuple[float, int]:
+    return max(await _metric(server, "vllm:kv_cache_usage_perc")), mapped_bytes(server)
+
+
+def mapped_bytes(server: Server) -> int:
+    """Return the bytes that kvcached has mapped for a server; 0 without kvcached."""
+    return PageWatch(server.identity).mapped_bytes() or 0
+
+
+async def _leases_ended(prefill: Server) -> int:
+    return round(sum(await _metric(prefill, "vllm:nixl_num_kv_expired_reqs_total")))
+
+
+async def _metric(server: Server, name: str) -> list[float]:
+    """Return the values of a server's metric, one for each of its engines."""
+    found = list((await asyncio.to_thread(samples, f"{server.base_url}/metrics", name)).values())
+    if not found:
+        raise ServerError(
+            f"{server.spec.name} has no metric {name}; this vLLM may have renamed it. Recovery cannot be measured."
+        )
+    return found

@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import math
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,15 +15,13 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.common.report import Narrator, Verdict, begin, conclude, last_name, make_table
+from experiments.common.report import Run, Verdict, make_table, named
 from experiments.common.servers import Running
-from experiments.lease_recovery.arms import ARMS, HEARTBEAT_SECONDS, LEASE_SECONDS, PULL, PUSH, Arm, prompts
-from experiments.lease_recovery.chaos import SHORTER, Chaos, Recovery, Told
-from experiments.lease_recovery.traffic import OUT_OF_DATE, Ended, Traffic
+from experiments.lease_recovery.arms import ARMS, OUT_OF_DATE, PULL, PUSH, Arm, Ended, Traffic, prompts
+from experiments.lease_recovery.chaos import FREED_SECONDS, SHORTER, Chaos, Recovery, Told
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LEAST_REQUESTS = 300
-MEMORY_BACK_SECONDS = LEASE_SECONDS + 2 * HEARTBEAT_SECONDS
 TOLD_SECONDS = 5.0
 """Generous: it takes a second or two with other load on the cores."""
 VERDICTS = ("right", "wrong", "error", "no connection", "went away", "hangs")
@@ -43,14 +40,13 @@ class Outcome:
 
 def judge(outcome: Outcome) -> list[Verdict]:
     verdicts = Counter(one.verdict for one in outcome.ended)
-    right = max((_seconds(one.right_seconds) for one in outcome.recoveries), default=math.inf)
-    memory = max((_seconds(one.memory_seconds) for one in outcome.recoveries), default=math.inf)
+    right, memory = (max(some, default=math.inf) for some in _seconds(outcome.recoveries))
     outlived = [one for one in outcome.recoveries if one.fault.endswith(SHORTER)]
     ended = sum(one.leases_ended or 0 for one in outlived)
     told = max((one.seconds for one in outcome.told), default=math.inf)
     stale = Counter(one.verdict for one in outcome.ended if one.fault == OUT_OF_DATE)
     number = len(outcome.ended)
-    back = f"memory is back to idle within {MEMORY_BACK_SECONDS:.1f} s (a lease and two heartbeats)"
+    back = f"memory is back to idle within {FREED_SECONDS:.1f} s (a lease and two heartbeats)"
     frozen = f"no lease ends while a server is frozen for {SHORTER}"
     found = (
         (f"at least {LEAST_REQUESTS} requests", f"{number}", number >= LEAST_REQUESTS),
@@ -58,7 +54,7 @@ def judge(outcome: Outcome) -> list[Verdict]:
         (f"{OUT_OF_DATE}, none wrong", f"{stale['wrong']} of {stale.total()}", not stale["wrong"]),
         ("no request hangs", f"{verdicts['hangs']}", not verdicts["hangs"]),
         ("after every fault requests are answered correctly again", _said([right]), right < math.inf),
-        (back, _said([memory]), memory <= MEMORY_BACK_SECONDS),
+        (back, _said([memory]), memory <= FREED_SECONDS),
         (f"pauses and resets return within {TOLD_SECONDS:.0f} s", _said([told]), told <= TOLD_SECONDS),
         (frozen, f"{ended} in {len(outlived)}", bool(outlived) and not ended),
     )
@@ -73,44 +69,37 @@ def table_of_faults(outcomes: Sequence[Outcome], title: str) -> Table:
             verdicts = Counter(one.verdict for one in outcome.ended if one.fault == fault)
             counts = [len(times), *(verdicts[verdict] for verdict in VERDICTS)]
             counts.append(sum(one.leases_ended or 0 for one in times))
-            found = ([one.right_seconds for one in times], [one.memory_seconds for one in times])
-            seconds = (_said([*map(_seconds, some)]) for some in found)
-            rows.append([outcome.arm, fault, *(str(number or "") for number in counts), *seconds])
+            rows.append([outcome.arm, fault, *(str(number or "") for number in counts), *map(_said, _seconds(times))])
     ends = ("leases ended", "until a correct answer (s)", "until memory is idle (s)")
     return make_table(title, ("servers", "fault", "times", *VERDICTS, *ends), rows)
 
 
-def _seconds(measured: float | None) -> float:
-    return math.inf if measured is None else measured
+def _seconds(recoveries: Sequence[Recovery]) -> list[list[float]]:
+    """Return the seconds until a right answer, and until memory was idle, of each recovery."""
+    both = ([one.right_seconds for one in recoveries], [one.memory_seconds for one in recoveries])
+    return [[math.inf if one is None else one for one in some] for some in both]
 
 
 def _said(seconds: Sequence[float]) -> str:
     if not seconds:
         return ""
-    longest, median = max(seconds), statistics.median(seconds)
-    word = "never" if longest == math.inf else f"{longest:.1f}"
-    return word if len(seconds) == 1 else f"{'never' if median == math.inf else f'{median:.1f}'}, at most {word}"
+    median, longest = (
+        "never" if one == math.inf else f"{one:.1f}" for one in (statistics.median(seconds), max(seconds))
+    )
+    return longest if len(seconds) == 1 else f"{median}, at most {longest}"
 
 
 # ---------------------------------------------------------------------------------------------------------- a whole run
 
 
 def main(options: argparse.Namespace) -> int:
-    arms = [arm for arm in ARMS if options.arm in arm.name]
-    if options.quick and not options.arm:
-        arms = [PULL, PUSH]
-    if not arms:
-        names = "; ".join(arm.name for arm in ARMS)
-        sys.stderr.write(f"found no arm that fits --arm {options.arm!r}; there are: {names}.\n")
-        return 2
-    began, stamp = begin(options.vllm)
-    title = f"faults and recovery, vLLM {options.vllm}"
-    with Narrator(title) as narrator:
-        outcomes = [_outcome(arm, options, stamp, narrator) for arm in arms]
-    content = {"began": began, "policy": options.policy, "arms": [_as_json(one) for one in outcomes]}
+    arms = (PULL, PUSH) if options.quick and not options.arm else named(ARMS, "--arm", options.arm)
+    is_part = bool(options.quick or options.arm)
+    with Run("faults and recovery", options.vllm, RESULTS, is_part=is_part) as run:
+        outcomes = [_outcome(arm, options, run) for arm in arms]
+    content = {"policy": options.policy, "arms": [_as_json(one) for one in outcomes]}
     verdicts = [verdict for one in outcomes if one.ours for verdict in judge(one)]
-    path = RESULTS / f"{stamp if options.arm or options.quick else last_name(options.vllm)}.json"
-    return conclude([table_of_faults(outcomes, title)], verdicts, path, content)
+    return run.conclude([table_of_faults(outcomes, run.title)], verdicts, content)
 
 
 def _as_json(one: Outcome) -> dict[str, Any]:
@@ -124,19 +113,17 @@ def _as_json(one: Outcome) -> dict[str, Any]:
     }
 
 
-def _outcome(arm: Arm, options: argparse.Namespace, stamp: str, narrator: Narrator) -> Outcome:
+def _outcome(arm: Arm, options: argparse.Namespace, run: Run) -> Outcome:
     async def put_through_it(running: Running) -> Outcome:
         traffic = Traffic(running.servers, arm.mode, prompts(12))
-        await traffic.learn()
-        if arm.kvcached:
-            await traffic.learn_other()
-        chaos = Chaos(running, traffic, arm, narrator.update)
+        await traffic.learn(other=arm.kvcached)
+        chaos = Chaos(running, traffic, arm, run.update)
         await chaos.run(1 if options.quick else options.rounds, LEAST_REQUESTS)
         return Outcome(arm.name, arm.kvcached, traffic.ended, chaos.recoveries, chaos.told)
 
-    with Running(arm.specs(options.policy), RESULTS / stamp, narrator.update) as running:
-        narrator.say(f"{arm.name}: starting")
+    with Running(arm.specs(options.policy), run.logs, run.update) as running:
+        run.say(f"{arm.name}: starting")
         running.ready()
         outcome = asyncio.run(put_through_it(running))
-        narrator.say(f"{arm.name}: {len(outcome.ended)} requests")
+        run.say(f"{arm.name}: {len(outcome.ended)} requests")
         return outcome

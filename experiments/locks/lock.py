@@ -236,11 +236,8 @@ def names(of_pythons: dict[str, Hashes]) -> list[str]:
 
 
 def main(uv: str, *, upgrade: bool, only: list[str]) -> None:
-    """Write all locks, and remove those of vLLMs that versions.in no longer lists.
-
-    Args:
-        only: vLLMs to resolve; all if empty. The others keep what they have.
-    """
+    """Write all locks, and remove those of vLLMs that versions.in no longer lists. Resolves the vLLMs of ``only``, all
+    if empty; the others keep what they have."""
     wanted = targets()
     if unknown := set(only) - {target.vllm for target in wanted}:
         sys.exit(f"found {', '.join(sorted(unknown))}; expected versions of versions.in. Nothing was changed.")

@@ -66,6 +66,7 @@ class Arm:
     def tag(self) -> str:
         return tag_of(self.name)
 
+    @property
     def sides(self) -> tuple[str, ...]:
         return ("prefill", "decode") if self.connector else ("alone",)
 
@@ -82,7 +83,7 @@ class Arm:
                 arguments=("--num-gpu-blocks-override", str(DEVICE_BLOCKS if self.is_elastic else SPLIT_BLOCKS[side])),
                 forks=True,
             )
-            for side in self.sides()
+            for side in self.sides
         ]
 
     def _elastic(self, device_name: str) -> dict[str, str]:

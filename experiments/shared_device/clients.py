@@ -32,13 +32,8 @@ MAX_TOKENS = (32, 64, 96, 128)
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that comes whether earlier ones have been answered or not (open loop).
-
-    Attributes:
-        at_seconds: after the begin of the load.
-        prompt: number of its prompt, among those of the model.
-        max_tokens: of its answer.
-    """
+    """A request that comes whether earlier ones have been answered or not (open loop): when, after the begin of the
+    load, which prompt of the model, and how long an answer."""
 
     at_seconds: float
     model: str

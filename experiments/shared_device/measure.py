@@ -21,7 +21,7 @@ from hostvmm.device import NAME_VARIABLE, SIZE_VARIABLE, device_info
 from experiments.common.counted import count, settled
 from experiments.common.device import with_extra
 from experiments.common.pages import Sampler
-from experiments.common.report import Narrator
+from experiments.common.report import Run
 from experiments.common.servers import Asking, Running, Server, ServerError, asks
 from experiments.shared_device.arms import BLOCK_SIZE, DEVICE_GIB, KV_BYTES_PER_TOKEN, MODELS, PULL, Arm
 from experiments.shared_device.clients import Arrival, Outcome, Received, Swell, Target, arrivals, ask, nudge, offered
@@ -64,10 +64,9 @@ class Ran:
 
 def read_counts(engines: Engines) -> Counts:
     servers = list(engines.values())
+    prefills = [one for (_, side), one in engines.items() if side == "prefill"]
     return {
-        "prefilled": count(
-            [one for (_, side), one in engines.items() if side == "prefill"], "vllm:prompt_tokens_total"
-        ),
+        "prefilled": count(prefills, "vllm:prompt_tokens_total"),
         "moved": count(servers, "vllm:nixl_bytes_transferred_sum") / KV_BYTES_PER_TOKEN,
         "preempted": count(servers, "vllm:num_preemptions_total"),
         "revoked": count(servers, "kvcached_nixl:revoked_offers_total"),
@@ -75,11 +74,8 @@ def read_counts(engines: Engines) -> Counts:
 
 
 class DeviceWatch(Sampler):
-    """Samples the emulated device ``name`` during a ``with`` block.
-
-    Args:
-        sessions: the engines' sessions (process ids of their leaders), by the engine's name.
-    """
+    """Samples the emulated device ``name`` during a ``with`` block. ``sessions``: those of the engines (process ids of
+    their leaders), by the engine's name."""
 
     def __init__(self, name: str, sessions: Mapping[str, int]) -> None:
         super().__init__(f"memory of {name}", SAMPLE_SECONDS)
@@ -117,14 +113,12 @@ DECODE_TOKENS = 3072
 """What decode can hold: about three requests."""
 TIMES_CAPACITY = 2.0
 CLOSED_LOOP_CLIENTS = 6
-CAPACITY_SECONDS, LOAD_SECONDS, ROUNDS = 30.0, 45.0, 2
-QUICK_CAPACITY_SECONDS, QUICK_LOAD_SECONDS, QUICK_ROUNDS = 15.0, 20.0, 1
+FULL, QUICK = (30.0, 45.0, 2), (15.0, 20.0, 1)
+"""Seconds of measuring the capacity, seconds of a load, and rounds."""
 ASKS, BEHIND = WAYS = ("decode asks", "behind vllm-router")
 
 
-def overload(
-    asked: Mapping[str, Target], seed: int, logs: Path, narrator: Narrator, *, quick: bool
-) -> tuple[float, list[Ran]]:
+def overload(asked: Mapping[str, Target], seed: int, run: Run, *, quick: bool) -> tuple[float, list[Ran]]:
     """Start a pair, and a router before it, measure the capacity, then overload it in each way in turn.
 
     Returns: the requests a second that decode can answer, and what came of those in each way.
@@ -137,23 +131,23 @@ def overload(
         arguments=("--num-gpu-blocks-override", str(DECODE_TOKENS // BLOCK_SIZE)),
         kv_transfer=with_extra(decode.kv_transfer, {"accept_kv_transfer_params": True}),
     )
-    seconds, rounds = (QUICK_LOAD_SECONDS, QUICK_ROUNDS) if quick else (LOAD_SECONDS, ROUNDS)
-    place = logs / "overload"
+    capacity_seconds, seconds, rounds = QUICK if quick else FULL
+    place = run.logs / "overload"
     with contextlib.ExitStack() as stack:
-        pair = stack.enter_context(Asking([prefill, decode], place, narrator.update)).ready()
+        pair = stack.enter_context(Asking([prefill, decode], place, run.update)).ready()
         engines = {(MODEL, side): one for side, one in zip(("prefill", "decode"), pair, strict=True)}
-        router = stack.enter_context(vllm_router(pair[:1], pair[1:], place / "router.log", narrator.update))
+        router = stack.enter_context(vllm_router(pair[:1], pair[1:], place / "router.log", run.update))
         urls = {ASKS: pair[1].base_url, BEHIND: router}
         targets = {way: dataclasses.replace(asked[MODEL], url=url) for way, url in urls.items()}
-        capacity = asyncio.run(_capacity(targets[BEHIND], QUICK_CAPACITY_SECONDS if quick else CAPACITY_SECONDS))
-        narrator.say(f"overload: decode answers {capacity:.2f} requests a second")
+        capacity = asyncio.run(_capacity(targets[BEHIND], capacity_seconds))
+        run.say(f"overload: decode answers {capacity:.2f} requests a second")
         found = {way: Ran(way, rounds * seconds) for way in WAYS}
         rate = Swell(TIMES_CAPACITY * capacity, TIMES_CAPACITY * capacity)
         for number in range(rounds):
             load = arrivals(MODEL, rate, seconds, len(asked[MODEL].prompts), seed + number)
             for way in WAYS if number % 2 == 0 else WAYS[::-1]:
                 name, ran = f"overload, {way}, {number + 1} of {rounds}", found[way]
-                received, counts = offered_and_counted(engines, {MODEL: targets[way]}, load, name, narrator.update)
+                received, counts = offered_and_counted(engines, {MODEL: targets[way]}, load, name, run.update)
                 ran.received += received
                 ran.counts = {one: value + ran.counts.get(one, 0.0) for one, value in counts.items()}
         return capacity, list(found.values())
@@ -187,23 +181,16 @@ WARM_UP_REQUESTS = 3
 ANSWERED_SECONDS = 60.0
 
 
-def run_arm(
-    arm: Arm,
-    asked: Mapping[str, Target],
-    load: Sequence[Arrival],
-    seconds: float,
-    logs: Path,
-    say: Callable[[str], None],
-) -> Ran:
+def run_arm(arm: Arm, asked: Mapping[str, Target], load: Sequence[Arrival], seconds: float, run: Run) -> Ran:
     """Start everything, offer the load, stop everything. An arm whose servers do not serve throughout is not run."""
     device_name = f"shared-{uuid.uuid4().hex[:8]}"
 
     def wait(text: str) -> None:
-        say(f"{arm.name}: {text}")
+        run.update(f"{arm.name}: {text}")
 
     try:
         with contextlib.ExitStack() as stack:
-            engines, urls = _started(stack, arm, device_name, logs / arm.tag, wait)
+            engines, urls = _started(stack, arm, device_name, run.logs / arm.tag, wait)
             targets = {model: dataclasses.replace(asked[model], url=url) for model, url in urls.items()}
             wait("warming up")
             asyncio.run(_warm_up(targets, arm))
@@ -212,7 +199,7 @@ def run_arm(
                 found = offered_and_counted(engines, targets, load, arm.tag, wait)
             return Ran(arm.name, seconds, *found, watch.samples if arm.is_elastic else [])
     except (ServerError, httpx.HTTPError) as error:
-        (logs / f"{arm.tag}-error.txt").write_text(str(error))
+        (run.logs / f"{arm.tag}-error.txt").write_text(str(error))
         lines = [line for line in str(error).splitlines() if "Error" in line] or str(error).splitlines()
         return Ran(arm.name, not_run=lines[-1][-300:] if lines else repr(error))
 
@@ -232,12 +219,12 @@ def _started(
     ready = (first.ready(), second.ready())
     engines = {
         (model, side): one
-        for side, some in zip(arm.sides(), ready, strict=False)
+        for side, some in zip(arm.sides, ready, strict=False)
         for model, one in zip(MODELS, some, strict=True)
     }
     urls = {}
     for model in MODELS:
-        *prefills, last = (engines[model, side] for side in arm.sides())
+        *prefills, last = (engines[model, side] for side in arm.sides)
         urls[model] = last.base_url
         if prefills and not arm.asks:
             router = vllm_router(prefills, [last], place / f"{model}-router.log", say)
@@ -246,17 +233,13 @@ def _started(
 
 
 async def _warm_up(targets: Mapping[str, Target], arm: Arm) -> None:
-    """Make hand-overs that are not measured: they include the handshake and the first steps.
-
-    Raises:
-        ServerError: not even one request alone is answered.
-    """
+    """Make hand-overs that are not measured: they include the handshake and the first steps. Raises ServerError if not
+    even one request alone is answered."""
     async with httpx.AsyncClient(timeout=ANSWERED_SECONDS, trust_env=False) as http:
         for number in range(WARM_UP_REQUESTS):
-            calls = (
-                ask(http, target, Arrival(0.0, model, number, 32), f"warm-{arm.tag}-{number}")
-                for model, target in targets.items()
-            )
+            arrived = {model: Arrival(0.0, model, number, 32) for model in targets}
+            names = f"warm-{arm.tag}-{number}"
+            calls = (ask(http, target, arrived[model], names) for model, target in targets.items())
             for one in await asyncio.gather(*calls):
                 if one.outcome in (Outcome.FAILED, Outcome.NO_END, Outcome.LEFT):
                     raise ServerError(f"found a request alone not answered ({one.outcome.value}): {one.why}")

@@ -14,17 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from experiments.bench.samples import percentile
-from experiments.common.report import (
-    Narrator,
-    Verdict,
-    begin,
-    conclude,
-    last_name,
-    make_panels,
-    make_table,
-    save,
-    write_json,
-)
+from experiments.common.report import Run, Verdict, make_panels, make_table, named, save
 from experiments.shared_device.arms import ARMS, DEVICE_BYTES, PULL, STATIC
 from experiments.shared_device.clients import Outcome, Received, Swell, Target, arrivals, reference_of
 from experiments.shared_device.measure import ASKS, TIMES_CAPACITY, Ran, overload, run_arm
@@ -61,13 +51,11 @@ def peaks(ran: Ran) -> tuple[int, dict[str, int]]:
 
 
 PANELS_A_ROW = 4
+_SHADES = {"a": ("#4c78a8", "#9ecae9"), "b": ("#f58518", "#ffbf79")}
 COLORS = {
-    "a, alone": "#4c78a8",
-    "a, prefill": "#9ecae9",
-    "a, decode": "#4c78a8",
-    "b, alone": "#f58518",
-    "b, prefill": "#ffbf79",
-    "b, decode": "#f58518",
+    f"{model}, {side}": shades[side == "prefill"]
+    for model, shades in _SHADES.items()
+    for side in ("alone", "prefill", "decode")
 }
 _MIB = 2**20
 _OUTCOMES = [kind.value.upper() if kind is Outcome.WRONG else kind.value for kind in Outcome]
@@ -80,8 +68,8 @@ def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
     speed, fate = [], []
     for ran in runs:
         if ran.not_run:
-            speed.append([ran.arm, "not run", *[""] * (len(_SPEED) - 1)])
-            fate.append([ran.arm, "not run", *[""] * (len(_FATE) - 1)])
+            for rows, columns in ((speed, _SPEED), (fate, _FATE)):
+                rows.append([ran.arm, "not run", *[""] * (len(columns) - 1)])
             continue
         # Requests that got no token do not count here; they are among the outcomes.
         firsts = [one.first_token_seconds for one in ran.received if one.first_token_seconds is not None]
@@ -90,16 +78,10 @@ def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
         times += [_shown(gaps, share, 1e3, 0) for share in (50, 99)]
         speed.append([ran.arm, f"{goodput(ran):.2f}", *times])
         outcomes, wasted = Counter(one.outcome for one in ran.received), ran.wasted_share
-        fate.append(
-            [
-                ran.arm,
-                *(str(outcomes[kind]) for kind in Outcome),
-                str(sum(one.retry_after for one in ran.received)),
-                "-" if wasted is None else f"{wasted:.1%}",
-                *(f"{ran.counts[one]:g}" for one in ("revoked", "preempted")),
-                f"{peaks(ran)[0] / _MIB:.0f}" if ran.samples else "-",
-            ]
-        )
+        counts = (*(outcomes[kind] for kind in Outcome), sum(one.retry_after for one in ran.received))
+        again = (f"{ran.counts[one]:g}" for one in ("revoked", "preempted"))
+        peak = f"{peaks(ran)[0] / _MIB:.0f}" if ran.samples else "-"
+        fate.append([ran.arm, *map(str, counts), "-" if wasted is None else f"{wasted:.1%}", *again, peak])
     reasons = [f"{ran.arm} was not run: {ran.not_run}" for ran in runs if ran.not_run]
     tables = [
         make_table(f"{title}; goodput: right answers a second with {words}", ("arm", *_SPEED), speed),
@@ -174,46 +156,40 @@ SWELLS = {"a": Swell(0.2, 2.4, 18.0), "b": Swell(0.2, 2.4, 18.0, phase=0.5)}
 QUICK_ARMS = (STATIC, PULL)
 
 
-def measure(asked: Mapping[str, Target], options: argparse.Namespace, logs: Path, narrator: Narrator) -> Iterator[Ran]:
+def measure(asked: Mapping[str, Target], options: argparse.Namespace, run: Run) -> Iterator[Ran]:
     seconds = QUICK_SECONDS if options.quick else SECONDS
     loads = (arrivals(name, swell, seconds, len(asked[name].prompts), options.seed) for name, swell in SWELLS.items())
     load = sorted((one for some in loads for one in some), key=lambda one: one.at_seconds)
-    narrator.say(f"{len(load)} requests in {seconds:.0f} s")
-    for arm in QUICK_ARMS if options.quick and not options.arm else ARMS:
-        if options.arm in arm.name:
-            ran = run_arm(arm, asked, load, seconds, logs, narrator.update)
-            narrator.say(f"{arm.name}: {ran.not_run or f'{goodput(ran):.2f} requests a second'}")
-            yield ran
+    run.say(f"{len(load)} requests in {seconds:.0f} s")
+    for arm in QUICK_ARMS if options.quick and not options.arm else named(ARMS, "--arm", options.arm):
+        ran = run_arm(arm, asked, load, seconds, run)
+        run.say(f"{arm.name}: {ran.not_run or f'{goodput(ran):.2f} requests a second'}")
+        yield ran
 
 
 def main(options: argparse.Namespace) -> int:
-    began, stamp = begin(options.vllm)
-    logs = RESULTS / stamp
-    logs.mkdir(parents=True)
-    name = stamp if options.quick or options.part or options.arm else last_name(options.vllm)
-    path = RESULTS / f"{name}.json"
-    chosen = [options.part] if options.part else ("table", "overload")
+    is_part = bool(options.quick or options.part or options.arm)
     found: dict[str, list[Any]] = {"overload": [], "runs": []}
 
     def content() -> dict[str, Any]:
-        return {"began": began, "seed": options.seed, **{part: [*map(asdict, some)] for part, some in found.items()}}
+        return {"seed": options.seed, **{part: [*map(asdict, some)] for part, some in found.items()}}
 
     verdicts: list[Verdict] = []
     tables = []
-    with Narrator(f"two models on one device, vLLM {options.vllm}") as narrator:
-        asked = reference_of(logs, narrator.update)
-        if "overload" in chosen:
-            capacity, found["overload"] = overload(asked, options.seed, logs, narrator, quick=options.quick)
+    with Run("two models on one device", options.vllm, RESULTS, is_part=is_part) as run:
+        asked = reference_of(run.logs, run.update)
+        if options.part != "table":
+            capacity, found["overload"] = overload(asked, options.seed, run, quick=options.quick)
             title = f"{TIMES_CAPACITY:g} x as many requests as decode can answer, which is {capacity:.2f} a second"
             tables += tables_of(found["overload"], title)
             verdicts += judge_overload(found["overload"])
-        if "table" in chosen:
+        if options.part != "overload":
             runs = found["runs"]
-            for ran in measure(asked, options, logs, narrator):
+            for ran in measure(asked, options, run):
                 runs.append(ran)
                 # At once: a run takes a quarter of an hour.
-                write_json(path, content())
+                run.write(content())
             tables += tables_of(runs, "two models on one device")
             verdicts += judge(runs)
-            plot(runs, f"memory of one device over time, vLLM {options.vllm}", RESULTS / f"{name}.png")
-    return conclude(tables, verdicts, path, content())
+            plot(runs, f"memory of one device over time, vLLM {options.vllm}", run.path.with_suffix(".png"))
+    return run.conclude(tables, verdicts, content())

@@ -8,14 +8,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from experiments.common.fetch_sdist import fetch
@@ -31,41 +30,40 @@ Say = Callable[[str], None]
 
 def environment(name: str, say: Say) -> Path:
     """Return the folder of programs of the environment that ``stack-NAME.txt`` locks."""
-    with _renewed(f"stack-{name}", say) as (folder, lock, is_new):
-        if is_new:
-            _run(str(UV), "venv", "--quiet", "--clear", "--python", sys.executable, str(folder))
-            _install(lock, "--python", str(folder / "bin" / "python"))
-    return folder / "bin"
+
+    def make(folder: Path, lock: Path) -> None:
+        _run(str(UV), "venv", "--quiet", "--python", sys.executable, str(folder))
+        _install(lock, "--python", str(folder / "bin" / "python"))
+
+    return _made(f"stack-{name}", say, make) / "bin"
 
 
 def overlay(name: str, say: Say) -> Path:
-    """Return the folder with the packages that ``overlay-NAME.txt`` locks; raises as `environment`."""
-    with _renewed(f"overlay-{name}", say) as (folder, lock, is_new):
-        if is_new:
-            shutil.rmtree(folder, ignore_errors=True)
-            _install(lock, "--python", sys.executable, "--target", str(folder))
-    return folder
+    """Return the folder with the packages that ``overlay-NAME.txt`` locks."""
+
+    def make(folder: Path, lock: Path) -> None:
+        _install(lock, "--python", sys.executable, "--target", str(folder))
+
+    return _made(f"overlay-{name}", say, make)
 
 
 def sources(name: str, say: Say) -> Path:
-    """Return the folder with the files of the archive that ``sources-NAME.txt`` locks; raises as `environment`."""
-    with _renewed(f"sources-{name}", say) as (folder, lock, is_new):
-        if is_new:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            try:
-                with tarfile.open(fetch(lock, folder, UV)) as archive:
-                    archive.extractall(folder, filter="data")
-            except (ValueError, OSError, subprocess.CalledProcessError) as error:
-                raise ServerError(f"{error}. The stack is not run.") from error
-    (top,) = [one for one in folder.iterdir() if one.is_dir()]
+    """Return the folder with the files of the archive that ``sources-NAME.txt`` locks."""
+
+    def make(folder: Path, lock: Path) -> None:
+        folder.mkdir()
+        try:
+            with tarfile.open(fetch(lock, folder, UV)) as archive:
+                archive.extractall(folder, filter="data")
+        except (ValueError, OSError, subprocess.CalledProcessError) as error:
+            raise ServerError(f"{error}. The stack is not run.") from error
+
+    (top,) = [one for one in _made(f"sources-{name}", say, make).iterdir() if one.is_dir()]
     return top
 
 
-@contextlib.contextmanager
-def _renewed(name: str, say: Say) -> Iterator[tuple[Path, Path, bool]]:
-    """Yield a folder, its lock, and whether it has to be made, for one process at a time; then note what it was made
-    from."""
+def _made(name: str, say: Say, make: Callable[[Path, Path], None]) -> Path:
+    """Return a folder, for one process at a time, after having it made of its lock if it was made of another one."""
     if not UV.is_file():
         raise ServerError(
             f"found no {UV}; expected the tools that experiments/env.sh installs. The stack is not run. Start it with "
@@ -77,11 +75,12 @@ def _renewed(name: str, say: Say) -> Iterator[tuple[Path, Path, bool]]:
         # Packages with compiled parts are for one version of Python.
         wanted = f"{sys.version_info[0]}.{sys.version_info[1]} {hashlib.sha256(lock.read_bytes()).hexdigest()}"
         stamp = folder / ".stamp"
-        is_new = not stamp.is_file() or stamp.read_text() != wanted
-        if is_new:
+        if not stamp.is_file() or stamp.read_text() != wanted:
             say(f"installing {name}")
-        yield folder, lock, is_new
-        stamp.write_text(wanted)
+            shutil.rmtree(folder, ignore_errors=True)
+            make(folder, lock)
+            stamp.write_text(wanted)
+    return folder
 
 
 def _install(lock: Path, *options: str) -> None:
@@ -89,11 +88,10 @@ def _install(lock: Path, *options: str) -> None:
     _run(*command, "--requirement", str(lock))
 
 
-def _run(*command: str) -> str:
+def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ServerError(
             f"found {command[0]} ended with status {done.returncode}; expected an environment. The stack is not run. "
             f"Its output:\n{done.stdout}{done.stderr}"
         )
-    return done.stdout

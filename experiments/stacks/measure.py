@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stack with one transfer mode: everything asked once, then engines are ended and brought back under load."""
+"""Runs the stacks, each with one transfer mode: everything asked once, then engines are ended and brought back under
+load. Tables, and the targets."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.table import Table
+
 from experiments.common.counted import settled, since
-from experiments.common.device import layout, nixl
+from experiments.common.device import MODES, layout, nixl
 from experiments.common.model import ModelShape, make_model
+from experiments.common.report import Run, make_table, named
+from experiments.common.report import Verdict as Target
 from experiments.common.servers import GIVES_BACK, Running, ServerSpec
 from experiments.stacks import traffic
 from experiments.stacks.environments import Say
-from experiments.stacks.stacks import Deployment, Stack
+from experiments.stacks.stacks import STACKS, Deployment, Stack
 from experiments.stacks.traffic import TEMPLATE, Answer, Judged, Request, Verdict
 
+RESULTS = Path(__file__).resolve().parent / "results"
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
 RECOVERY_SECONDS = 60.0
 SETTLE_SECONDS = 2.0
@@ -72,11 +80,7 @@ def spec(name: str, mode: str | None) -> ServerSpec:
         # A tool's arguments by their schema would be spaces until they are cut off.
         arguments=("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
         http_arguments=(
-            "--chat-template",
-            TEMPLATE,
-            "--enable-auto-tool-choice",
-            "--tool-call-parser",
-            "hermes",
+            *("--chat-template", TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             "--enable-prompt-tokens-details",
         ),
         forks=True,
@@ -101,42 +105,41 @@ def measure(
     numbers = range(engines_per_role) if engines_per_role > 1 else ("",)
     specs = [spec(f"{name}{number}", mode) for name in ("prefill", "decode") for number in numbers]
     with stack.deploy(specs, logs / words.replace(" ", "-"), say) as deployment:
+        url = deployment.url
+
+        def meanwhile(trouble: Callable[[Deployment], None], what: str) -> list[Judged]:
+            found = asyncio.run(traffic.meanwhile(url, list(before.items()), lambda: trouble(deployment)))
+            say(f"{words}, {what}: {traffic.counted(found)}")
+            return found
+
         known = deployment.hand_overs()
-        answers = asyncio.run(traffic.many(deployment.url, before))
+        answers = asyncio.run(traffic.many(url, before))
         calm = traffic.counted(answers)
         hand_overs = since(known, deployment.hand_overs, len(before))
         say(f"{words}: {calm.get(Verdict.RIGHT.value, 0)} of {len(before)} right, {hand_overs} hand-overs")
-        killed = asyncio.run(
-            traffic.meanwhile(deployment.url, list(before.items()), lambda: _kill_and_replace(deployment))
-        )
-        troubled = traffic.counted(killed)
-        say(f"{words}, prefill killed: {troubled}")
-        recovered_seconds = asyncio.run(_recovered(deployment.url, before))
-        restarted: list[Judged] = []
-        if engines_per_role > 1:
-            restarted = asyncio.run(
-                traffic.meanwhile(deployment.url, list(before.items()), lambda: _restart_each(deployment))
-            )
-            say(f"{words}, every engine restarted: {traffic.counted(restarted)}")
+        killed = meanwhile(_kill_and_replace, "prefill killed")
+        recovered_seconds = asyncio.run(_recovered(url, before))
+        restarted = meanwhile(_restart_each, "every engine restarted") if engines_per_role > 1 else []
         known = settled(deployment.hand_overs)
-        others = asyncio.run(traffic.many(deployment.url, then))
+        others = asyncio.run(traffic.many(url, then))
         hand_overs_after = since(known, deployment.hand_overs, len(then))
     wrong = [one for one in (*answers, *killed, *restarted, *others) if one.verdict is Verdict.WRONG]
+    cached = sum(one.found.cached_tokens for one in answers if one.found)
     return Outcome(
-        stack.name,
-        stack.version,
-        mode,
-        engines_per_role,
-        len(before),
-        calm,
-        hand_overs,
-        None if mode in stack.asks_both_at_once else sum(one.found.cached_tokens for one in answers if one.found),
-        troubled,
-        recovered_seconds,
-        traffic.counted(restarted),
-        traffic.counted(others),
-        hand_overs_after,
-        [{"request": one.request, "found": one.found, "expected": expected[one.request]} for one in wrong],
+        stack=stack.name,
+        version=stack.version,
+        mode=mode,
+        engines_per_role=engines_per_role,
+        asked=len(before),
+        calm=calm,
+        hand_overs=hand_overs,
+        cached_tokens=None if mode in stack.asks_both_at_once else cached,
+        troubled=traffic.counted(killed),
+        recovered_seconds=recovered_seconds,
+        rolling=traffic.counted(restarted),
+        after=traffic.counted(others),
+        hand_overs_after=hand_overs_after,
+        wrong=[{"request": one.request, "found": one.found, "expected": expected[one.request]} for one in wrong],
     )
 
 
@@ -165,3 +168,63 @@ async def _recovered(url: str, expected: dict[Request, Answer]) -> float | None:
                 return time.monotonic() - begun
             await asyncio.sleep(0.2)
     return None
+
+
+# ---------------------------------------------------------------------------------------------------------- a whole run
+
+
+def main(options: argparse.Namespace) -> int:
+    chosen = named(STACKS, "--stack", options.stack)
+    outcomes: list[Outcome] = []
+    skipped: list[str] = []
+    is_part = bool(options.stack or options.mode or options.engines > 1)
+    name = "-quick" if options.quick else ""
+    with Run(f"behind {len(chosen)} stacks", options.vllm, RESULTS, name, is_part=is_part) as run:
+        expected = expected_of(range(12 if options.quick else 36), run.logs)
+        for stack in chosen:
+            if reason := stack.reason_to_skip(options.vllm, options.engines):
+                skipped.append(f"{stack.name}: {reason}")
+                run.say(f"not run: {skipped[-1]}")
+                continue
+            for mode in (options.mode,) if options.mode else MODES:
+                if mode in stack.modes:
+                    outcomes.append(measure(stack, mode, expected, run.logs, run.say, options.engines))
+    if not outcomes:
+        sys.stderr.write(f"found nothing to run; {'; '.join(skipped) or 'no stack has that mode'}.\n")
+        return 2
+    content = {"outcomes": [asdict(one) for one in outcomes], "not run": skipped}
+    return run.conclude([table_of(outcomes)], [one for found in outcomes for one in targets(found)], content)
+
+
+def table_of(outcomes: list[Outcome]) -> Table:
+    rows = []
+    for one in outcomes:
+        recovered = "never" if one.recovered_seconds is None else f"after {one.recovered_seconds:.1f} s"
+        counts = (_counts(one.calm), str(one.hand_overs), _counts(one.troubled))
+        rows.append([f"{one.stack} {one.version}", one.mode, *counts, recovered, _counts(one.rolling) or "not run"])
+    columns = ("stack", "mode", "all up", "hand-overs", "prefill killed", "right again", "each restarted")
+    return make_table("what clients got", columns, rows)
+
+
+def _counts(verdicts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in verdicts.items())
+
+
+def targets(found: Outcome) -> list[Target]:
+    recovered, asked = found.recovered_seconds, found.asked
+    got = (found.calm, found.troubled, found.rolling, found.after)
+    bad = sum(verdicts.get(kind.value, 0) for verdicts in got for kind in (Verdict.WRONG, Verdict.NO_END))
+    cut_short = found.troubled.get(Verdict.CUT_SHORT.value, 0)
+    right = found.calm.get(Verdict.RIGHT.value, 0)
+    cached = "not told" if found.cached_tokens is None else f"{found.cached_tokens}"
+    is_back = recovered is not None and found.after == {Verdict.RIGHT.value: asked} == {"right": found.hand_overs_after}
+    again = f"right answers within {RECOVERY_SECONDS:.0f} s of prefill's return"
+    rows = (
+        ("every answer is that of one instance", f"{right} of {asked}", right == asked),
+        ("KV is handed over for each", f"{found.hand_overs}", found.hand_overs == asked),
+        ("usage names no cached tokens that prefill had not", cached, not found.cached_tokens),
+        ("no wrong answer, and none without an end", f"{bad}", bad == 0),
+        ("a stream whose hand-over fails ends with an error", f"{cut_short} did not", cut_short == 0),
+        (again, "none" if recovered is None else f"{recovered:.1f} s", is_back),
+    )
+    return [Target(f"{found.stack}, {found.mode}: {words}", said, reached) for words, said, reached in rows]

@@ -118,14 +118,9 @@ def running_router(
     environ: Mapping[str, str] | None = None,
     ready_seconds: float = 60.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a router's process in a session of its own, and yield it when ``is_up``. At the end the session is killed.
-
-    Args:
-        environ: its environment variables; None for this process's.
-
-    Raises:
-        ServerError: it ended, or was not up in time; the message says what was ``expected``.
-    """
+    """Start a router's process in a session of its own, with these environment variables or this process's, and yield
+    it when ``is_up``. At the end the session is killed. Raises ServerError if it ended or was not up in time; the
+    message says what was ``expected``."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
@@ -150,14 +145,9 @@ def running_router(
 def running(
     command: Sequence[str], log: Path, port: int, answers: str, environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Start a process; yields its URL, without a path, when the path ``answers`` does. It is ended by SIGTERM.
-
-    Args:
-        environ: variables in addition to this process's, without those that would change what is run.
-
-    Raises:
-        ServerError: it ended, or did not answer in time.
-    """
+    """Start a process; yields its URL, without a path, when the path ``answers`` does. It is ended by SIGTERM. Its
+    variables are ``environ`` and this process's, without those that would change what is run. Raises ServerError if it
+    ended, or did not answer in time."""
     url = f"http://{HOST}:{port}"
     variables = {**inherited(), **(environ or {})}
     with running_router(command, log, lambda: is_up(url + answers), f"{answers} to answer", variables) as process:
@@ -175,12 +165,8 @@ Router = Callable[[Sequence[Server], Sequence[Server], Path, Say], Url]
 
 
 class Servers:
-    """A stack that serves, of servers that are started one by one.
-
-    Attributes:
-        url: that clients use, without a path.
-        engines: names of what `restart` takes.
-    """
+    """A stack that serves, of servers that are started one by one. ``url``: that clients use, without a path.
+    ``engines``: names of what `restart` takes."""
 
     def __init__(self, launched: Running, url: str) -> None:
         self.url = url

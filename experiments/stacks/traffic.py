@@ -20,18 +20,13 @@ STEP_SECONDS = 150.0
 AT_ONCE = 8
 TOLERANCE_NATS = 0.001
 """The log-probabilities of one server differ by less, in other batches."""
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "maxLength": 6}},
-            "required": ["word"],
-            "additionalProperties": False,
-        },
-    },
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"word": {"type": "string", "maxLength": 6}},
+    "required": ["word"],
+    "additionalProperties": False,
 }
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
 
 
 @dataclass(frozen=True)
@@ -123,14 +118,13 @@ async def _complete(client: Any, number: int, *, stream: bool) -> Answer:
 
 
 async def _chat(client: Any, number: int, *, stream: bool) -> Answer:
-    messages = [{"role": "user", "content": " ".join(map(str, _numbers(number, 3 + stream)[:60]))}]
-    asked = {"model": "model", "messages": messages, "max_completion_tokens": TOKENS, "temperature": 0}
+    # Streams without log-probabilities: vLLM leaves out those of tokens that end inside a character, as it happens.
+    more = {"stream": True} if stream else {"logprobs": True}
+    asked = _asked_of_chat(number, 3 + stream, TOKENS)
+    answer = await client.chat.completions.create(**asked, **more, extra_body={"ignore_eos": True})
     if stream:
-        # No log-probabilities: vLLM leaves out those of tokens that end inside a character, as it happens.
-        answer = await client.chat.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
         choices, text = await _streamed(answer, lambda one: one.delta.content)
         return Answer(text, (), choices[-1].finish_reason if choices else None)
-    answer = await client.chat.completions.create(**asked, logprobs=True, extra_body={"ignore_eos": True})
     one = _only(answer)
     logprobs = tuple(each.logprob for each in one.logprobs.content)
     return Answer(one.message.content, logprobs, one.finish_reason, _cached(answer))
@@ -139,7 +133,7 @@ async def _chat(client: Any, number: int, *, stream: bool) -> Answer:
 async def _tool(client: Any, number: int) -> Answer:
     """A call of a tool, whose arguments a grammar constrains."""
     answer = await client.chat.completions.create(
-        **_asked_of_tool(number),
+        **_asked_of_chat(number, 5, 128),
         tools=[TOOL],
         tool_choice={"type": "function", "function": {"name": "look_up"}},
         # Otherwise it says spaces between the tokens of JSON until it is cut off.
@@ -153,16 +147,14 @@ async def _tool(client: Any, number: int) -> Answer:
 
 async def _tool_by_schema(client: Any, number: int) -> Answer:
     """What a stack says to `_tool` that asks vLLM for the tool's arguments only, by their schema."""
-    schema = {"name": "arguments", "schema": TOOL["function"]["parameters"]}
-    answer = await client.chat.completions.create(
-        **_asked_of_tool(number), response_format={"type": "json_schema", "json_schema": schema}
-    )
+    response_format = {"type": "json_schema", "json_schema": {"name": "arguments", "schema": SCHEMA}}
+    answer = await client.chat.completions.create(**_asked_of_chat(number, 5, 128), response_format=response_format)
     return Answer(f"look_up({_only(answer).message.content})", (), "tool_calls")
 
 
-def _asked_of_tool(number: int) -> dict[str, Any]:
-    messages = [{"role": "user", "content": " ".join(map(str, _numbers(number, 5)[:60]))}]
-    return {"model": "model", "messages": messages, "max_completion_tokens": 128, "temperature": 0}
+def _asked_of_chat(number: int, kind: int, max_tokens: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": " ".join(map(str, _numbers(number, kind)[:60]))}]
+    return {"model": "model", "messages": messages, "max_completion_tokens": max_tokens, "temperature": 0}
 
 
 def _only(answer: Any) -> Any:
@@ -212,11 +204,7 @@ async def ask(client: Any, request: Request) -> Answer:
 
 
 async def answers(url: str, asked: Sequence[Request]) -> dict[Request, Answer]:
-    """Return what a server says to each request, one at a time.
-
-    Raises:
-        openai.OpenAIError: it answered with an error.
-    """
+    """Return what a server says to each request, one at a time. Raises openai.OpenAIError if that is an error."""
     async with client_of(url) as client:
         return {request: await ask(client, request) for request in asked}
 

@@ -18,9 +18,18 @@ from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 from experiments.common.client import Client, Pair, http_client, read_answer
 from experiments.common.pages import own_names
 from experiments.common.servers import Running, Server, ServerSpec
-from experiments.lease_recovery.arms import HEARTBEAT_SECONDS, LEASE_SECONDS, PULL, PUSH, TOKENS, Arm, prompts
-from experiments.lease_recovery.memory import mapped_bytes
-from experiments.lease_recovery.traffic import Ended, Traffic
+from experiments.lease_recovery.arms import (
+    HEARTBEAT_SECONDS,
+    LEASE_SECONDS,
+    PULL,
+    PUSH,
+    TOKENS,
+    Arm,
+    Ended,
+    Traffic,
+    prompts,
+)
+from experiments.lease_recovery.chaos import mapped_bytes
 
 STALE = 50
 RESTART_IS_NOTICED_SECONDS = 30.0

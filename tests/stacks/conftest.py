@@ -15,8 +15,7 @@ pytest.importorskip("vllm", reason="needs an environment: bash experiments/env.s
 
 from packaging.version import Version
 
-from experiments.stacks.measure import Outcome, expected_of, measure
-from experiments.stacks.report import targets
+from experiments.stacks.measure import Outcome, expected_of, measure, targets
 from experiments.stacks.stacks import STACKS
 from experiments.stacks.traffic import Answer, Request
 from kvcached_nixl.vllm.adapter.versions import found_version

@@ -65,10 +65,7 @@ def block_bytes(cache: Cache, block_id: int) -> bytes:
 
 def block_digest(caches: list[Cache], block_id: int) -> str:
     """Return the SHA-256 (hex) of one block over all ``caches`` of its group, in layer order."""
-    digest = hashlib.sha256()
-    for cache in caches:
-        digest.update(block_bytes(cache, block_id))
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(block_bytes(cache, block_id) for cache in caches)).hexdigest()
 
 
 def digests(groups: list[list[Cache]], block_ids: BlockIds) -> list[list[str]]:
@@ -81,27 +78,28 @@ def digests(groups: list[list[Cache]], block_ids: BlockIds) -> list[list[str]]:
 Damage: TypeAlias = Callable[[list[Cache], list[int], int], None]
 
 
+def _swap(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for here, there in zip(one, other, strict=True):
+        kept = here.clone()
+        here.copy_(there)
+        there.copy_(kept)
+
+
 def _swap_two_blocks(caches: list[Cache], block_ids: list[int], index: int) -> None:
-    first, second = block_ids[index], block_ids[index + 1]
     for cache in caches:
-        for here, there in zip(parts(cache, first), parts(cache, second), strict=True):
-            kept = here.clone()
-            here.copy_(there)
-            there.copy_(kept)
+        _swap(parts(cache, block_ids[index]), parts(cache, block_ids[index + 1]))
 
 
-def _shift_v_by_a_head(caches: list[Cache], block_ids: list[int], index: int) -> None:
-    for cache in (one for one in caches if not isinstance(one, tuple)):
-        for block_id in block_ids:
-            v = block_view(cache, block_id)[1]
-            v.copy_(torch.roll(v, shifts=1, dims=0).clone())
+def _replace_v(make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Damage:
+    """Return a damage that puts what is made of K and V in the place of V, in all blocks of attention."""
 
+    def damage(caches: list[Cache], block_ids: list[int], index: int) -> None:
+        for cache in (one for one in caches if not isinstance(one, tuple)):
+            for block_id in block_ids:
+                k, v = block_view(cache, block_id)
+                v.copy_(make(k, v))
 
-def _send_k_for_v(caches: list[Cache], block_ids: list[int], index: int) -> None:
-    for cache in (one for one in caches if not isinstance(one, tuple)):
-        for block_id in block_ids:
-            k, v = block_view(cache, block_id)
-            v.copy_(k)
+    return damage
 
 
 def _older_blocks(caches: list[Cache], block_ids: list[int], index: int) -> None:
@@ -113,10 +111,7 @@ def _older_blocks(caches: list[Cache], block_ids: list[int], index: int) -> None
 
 
 def _swap_two_layers(caches: list[Cache], block_ids: list[int], index: int) -> None:
-    for here, there in zip(parts(caches[0], block_ids[index]), parts(caches[1], block_ids[index]), strict=True):
-        kept = here.clone()
-        here.copy_(there)
-        there.copy_(kept)
+    _swap(parts(caches[0], block_ids[index]), parts(caches[1], block_ids[index]))
 
 
 def swap_groups(one: list[Cache], block_id: int, other: list[Cache], other_id: int) -> None:
@@ -145,8 +140,8 @@ def _zero_a_block(caches: list[Cache], block_ids: list[int], index: int) -> None
 
 DAMAGES: dict[str, Damage] = {
     "swap_two_blocks": _swap_two_blocks,
-    "shift_v_by_a_head": _shift_v_by_a_head,
-    "send_k_for_v": _send_k_for_v,
+    "shift_v_by_a_head": _replace_v(lambda k, v: torch.roll(v, shifts=1, dims=0).clone()),
+    "send_k_for_v": _replace_v(lambda k, v: k),
     "zero_a_block": _zero_a_block,
     "older_blocks": _older_blocks,
     "swap_two_layers": _swap_two_layers,

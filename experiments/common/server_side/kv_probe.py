@@ -103,8 +103,7 @@ class Recorder:
         step = vars(metadata).get(STEP)
         if step is None:
             for request_id, meta in metadata.reqs_to_recv.items():
-                remote = normalise_block_ids(meta.remote.block_ids)
-                local = normalise_block_ids(meta.local_block_ids)
+                local, remote = map(normalise_block_ids, (meta.local_block_ids, meta.remote.block_ids))
                 self._await(request_id, Pending(request_id, meta.remote.request_id, local, remote))
         for one in () if step is None else step.commands:
             # By their names: stock servers are probed without the package.
@@ -112,17 +111,14 @@ class Recorder:
                 self._await(str(one.attempt), self._wanted(one))
             elif type(one).__name__ == "OfferUpdate" and one.ready_tokens:
                 name = one.name if step_pushes(self.connector) else one.request_id
-                self.offered[one.request_id] = (name, [list(group.block_ids) for group in one.groups])
+                self.offered[one.request_id] = (name, _ids(one.groups))
         return self.call_begin(*args, **kwargs)
 
     def _wanted(self, wanted: Any) -> Pending:
-        local = [list(group.block_ids) for group in wanted.groups]
+        local, manifest = _ids(wanted.groups), wanted.manifest
         if step_pushes(self.connector):
             return Pending(wanted.request_id, wanted.name, local, None)
-        manifest = wanted.manifest
-        return Pending(
-            wanted.request_id, manifest.request_id, local, [list(group.block_ids) for group in manifest.groups]
-        )
+        return Pending(wanted.request_id, manifest.request_id, local, _ids(manifest.groups))
 
     def finish(self, *args: Any, **kwargs: Any) -> Any:
         found = self.call_finish(*args, **kwargs)
@@ -136,15 +132,13 @@ class Recorder:
         # vLLM asks for the report next.
         ended = () if side is None else (str(attempt) for attempt, _ in side._report.ended)
         for name in sorted({*finished_receiving, *ended}):
-            pending = self.pending.pop(name, None)
-            if pending is not None:
+            if pending := self.pending.pop(name, None):
                 self._record(pending)
         for name in sorted(finished_sending):
-            transfer, block_ids = self.offered.pop(name, (None, []))
-            if transfer is not None:
-                self.sent.append(
-                    {"transfer": transfer, "block_ids": block_ids, "digests": digests(self.groups, block_ids)}
-                )
+            if name in self.offered:
+                transfer, block_ids = self.offered.pop(name)
+                digest = digests(self.groups, block_ids)
+                self.sent.append({"transfer": transfer, "block_ids": block_ids, "digests": digest})
 
     def transfer(self, *args: Any, **kwargs: Any) -> Any:
         posted = self.call_transfer(*args, **kwargs)
@@ -209,8 +203,8 @@ class Recorder:
                     view.copy_(before_it)
 
 
-def _views(cache: Cache) -> tuple[torch.Tensor, ...]:
-    return cache if isinstance(cache, tuple) else (cache,)
+def _ids(groups: Any) -> BlockIds:
+    return [list(group.block_ids) for group in groups]
 
 
 class KvProbe:
@@ -223,35 +217,30 @@ class KvProbe:
     def _kv_probe_groups(self) -> list[list[Cache]]:
         """Return the tensors attention uses, per KV-cache group and in layer order."""
         layers = self.vllm_config.compilation_config.static_forward_context
-        groups = []
-        for group in self.model_runner.kv_cache_config.kv_cache_groups:
-            tensors = []
-            for name in group.layer_names:
-                cache = layers[name].kv_cache
-                # Of a state several tensors: a tuple, or a list below vLLM 0.27.
-                tensors.append(tuple(cache) if isinstance(cache, list) else cache)
-            groups.append(tensors)
-        return groups
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        caches = [[layers[name].kv_cache for name in group.layer_names] for group in groups]
+        # Of a state several tensors: a tuple, or a list below vLLM 0.27.
+        return [[tuple(one) if isinstance(one, list) else one for one in of_group] for of_group in caches]
 
     def kv_probe_geometry(self) -> dict[str, Any]:
         """Return shapes, strides (elements) and dtypes of the KV tensors and the planned number of blocks."""
         config = self.model_runner.kv_cache_config
-        return {
-            "num_blocks": config.num_blocks,
-            "groups": [
+        groups = []
+        for group, tensors in zip(config.kv_cache_groups, self._kv_probe_groups(), strict=True):
+            views = tensors[0] if isinstance(tensors[0], tuple) else (tensors[0],)
+            groups.append(
                 {
                     "layers": list(group.layer_names),
                     "block_size": group.kv_cache_spec.block_size,
                     "window": vars(group.kv_cache_spec).get("sliding_window"),
                     "is_state": isinstance(tensors[0], tuple),
-                    "shape": [list(view.shape) for view in _views(tensors[0])],
-                    "stride": [list(view.stride()) for view in _views(tensors[0])],
-                    "dtype": [str(view.dtype) for view in _views(tensors[0])],
+                    "shape": [list(view.shape) for view in views],
+                    "stride": [list(view.stride()) for view in views],
+                    "dtype": [str(view.dtype) for view in views],
                     "block_bytes": sum(len(block_bytes(tensor, 0)) for tensor in tensors),
                 }
-                for group, tensors in zip(config.kv_cache_groups, self._kv_probe_groups(), strict=True)
-            ],
-        }
+            )
+        return {"num_blocks": config.num_blocks, "groups": groups}
 
     def kv_probe_digests(self, block_ids: list[Any]) -> dict[str, Any]:
         """Return the SHA-256 of each block: ``{"digests": [[hex, ...] per group]}``."""
@@ -284,9 +273,9 @@ class KvProbe:
     def kv_probe_take(self) -> dict[str, Any]:
         """Return and clear the records of what was received and pushed; and the transfers still under way."""
         recorder = self._kv_probe_recorder()
-        taken, recorder.records = recorder.records, []
-        sent, recorder.sent = recorder.sent, []
-        return {"records": taken, "sent": sent, "pending": [one.transfer for one in recorder.pending.values()]}
+        taken = {"records": recorder.records, "sent": recorder.sent}
+        recorder.records, recorder.sent = [], []
+        return {**taken, "pending": [one.transfer for one in recorder.pending.values()]}
 
     def kv_probe_pending(self) -> dict[str, Any]:
         """Return the transfers under way to this server, those it has begun to offer, and how many transfers it has
@@ -323,11 +312,8 @@ class KvProbe:
 
     def kv_probe_plain_norms(self, change: float) -> dict[str, Any]:
         """Keep the first norm's weight as a plain attribute, which no list of parameters has, and add to it."""
-        name, norm = next(
-            (name, module)
-            for name, module in self.model_runner.get_model().named_modules()
-            if name.endswith("input_layernorm")
-        )
+        modules = self.model_runner.get_model().named_modules()
+        name, norm = next(one for one in modules if one[0].endswith("input_layernorm"))
         weight = norm.weight.data
         if "weight" in norm._parameters:
             del norm.weight

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from hostvmm.build import build_wheel
-from hostvmm.device import device_info
-from hostvmm.errors import HostvmmError
+from hostvmm.device import HostvmmError, device_info
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 

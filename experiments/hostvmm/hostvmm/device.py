@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hostvmm.errors import HostvmmError
+from kvcached_nixl.errors import Refused
 from kvcached_nixl.processes import start_ticks
 
 SIZE_VARIABLE = "KVCACHED_HOSTVMM_GIB"
@@ -28,6 +28,14 @@ _SLOTS = 128
 _ACCOUNT_BYTES = _HEADER.size + _SLOTS * _SLOT.size
 _MAGIC = 0x314D4D5654534F48
 _VERSION = 1
+
+
+class HostvmmError(Refused, RuntimeError):
+    """kvcached on host memory cannot be built, or cannot run here.
+
+    It is also a RuntimeError, because kvcached lets only those pass while it sets up its block pool. It would log any
+    other exception, and the engine would continue with vLLM's own block pool over memory without pages.
+    """
 
 
 @dataclass(frozen=True)
@@ -97,10 +105,8 @@ def account_path(index: int = 0, environment: Mapping[str, str] = os.environ) ->
 
 
 def device_info(index: int = 0, environment: Mapping[str, str] = os.environ) -> DeviceInfo:
-    """Returns the state of a device, without changing it. Any process of the same user may call it.
-
-    A device that no process uses is empty. Dead processes are not listed, because their memory is free.
-    """
+    """Returns the state of a device, without changing it. Any process of the same user may call it. A device that no
+    process uses is empty. Dead processes are not listed, because their memory is free."""
     path = account_path(index, environment)
     content = _content(path)
     if len(content) < _ACCOUNT_BYTES:
@@ -117,20 +123,15 @@ def device_info(index: int = 0, environment: Mapping[str, str] = os.environ) -> 
 
 
 def refuse_foreign_account(index: int = 0, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises HostvmmError if the device is used by processes of another pid namespace.
-
-    Call it before the device is opened: opening it clears the slots of processes that this one cannot see.
-    """
+    """Raises HostvmmError if the device is used by processes of another pid namespace. Call it before the device is
+    opened: opening it clears the slots of processes that this one cannot see."""
     path = account_path(index, environment)
     _own_or_no_namespace(path, _content(path))
 
 
 def sign_account(index: int = 0, environment: Mapping[str, str] = os.environ) -> None:
-    """Write the own pid namespace into the file of a device that this process has opened.
-
-    Raises:
-        HostvmmError: the file holds pids of another namespace.
-    """
+    """Writes the own pid namespace into the file of a device that this process has opened. Raises HostvmmError if the
+    file holds pids of another namespace."""
     path = account_path(index, environment)
     with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -139,24 +140,16 @@ def sign_account(index: int = 0, environment: Mapping[str, str] = os.environ) ->
 
 
 def clear_abandoned(folder: Path = Path("/dev/shm")) -> tuple[str, ...]:
-    """Remove the files of this user's devices that no running process uses; a killed process leaves its file behind.
-
-    Files of another pid namespace are kept: this process cannot see whether those processes still run.
-
-    Returns: the names of the removed files.
-    """
+    """Removes the files of this user's devices that no running process uses, and returns their names; a killed process
+    leaves its file behind. Files of another pid namespace are kept: this process cannot see whether those processes
+    still run."""
     return tuple(path.name for path in folder.glob(f"kvcached-hostvmm-{os.getuid()}-*") if _clear(path))
 
 
 def occupy(num_bytes: int, index: int = 0, environment: Mapping[str, str] = os.environ) -> None:
     """Has this process count as holding so many bytes of an opened device, as another engine would; 0: none any more.
-
     For experiments that need a device which others have filled. The calling process must not use the device otherwise.
-
-    Raises:
-        FileNotFoundError: nobody uses the device.
-        ValueError: too many processes do.
-    """
+    Raises FileNotFoundError if nobody uses the device, ValueError if too many do."""
     with account_path(index, environment).open("r+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         pids = [slot[0] for slot in _SLOT.iter_unpack(file.read()[_HEADER.size : _ACCOUNT_BYTES])]
@@ -200,11 +193,8 @@ def _own_namespace() -> int:
 
 
 def _own_or_no_namespace(path: Path, content: bytes) -> int | None:
-    """Returns the pid namespace in a device's file, 0 for none, None if the file has no header yet.
-
-    Raises:
-        HostvmmError: it is not the one of this process.
-    """
+    """Returns the pid namespace in a device's file, 0 for none, None if the file has no header yet. Raises HostvmmError
+    if it is not the one of this process."""
     if len(content) < _HEADER.size:
         return None
     found: int = _HEADER.unpack_from(content)[3]

@@ -16,6 +16,7 @@ from hostvmm import pinning
 from hostvmm.device import (
     NAME_VARIABLE,
     SIZE_VARIABLE,
+    HostvmmError,
     capacity_bytes,
     clear_abandoned,
     device_info,
@@ -23,9 +24,7 @@ from hostvmm.device import (
     refuse_foreign_account,
     sign_account,
 )
-from hostvmm.errors import HostvmmError
-from hostvmm.geometry import Pool
-from hostvmm.host import available_memory_bytes, spare_mappings
+from hostvmm.limits import Pool, available_memory_bytes, spare_mappings
 from kvcached_nixl.patching import Call
 
 _OVERCOMMIT_VARIABLE = "KVCACHED_HOSTVMM_OVERCOMMIT"
@@ -204,11 +203,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     (_INTERFACES, "alloc_kv_cache", _around(alloc_kv_cache)),
     (_INTERFACES, "get_kv_cache_manager", _around(get_kv_cache_manager)),
     ("kvcached.integration.vllm.model_runner_v2", "allocate_kv_cache", _around(allocate_kv_cache)),
-    (
-        "kvcached.integration.vllm.patches",
-        "_worker_physical_release_barrier",
-        lambda present: worker_release_barrier,
-    ),
+    ("kvcached.integration.vllm.patches", "_worker_physical_release_barrier", lambda _: worker_release_barrier),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.determine_available_memory", _around(determine_available_memory)),
     ("vllm.platforms.cpu", "CpuPlatform.get_device_uuid", lambda present: classmethod(get_device_uuid)),
 )

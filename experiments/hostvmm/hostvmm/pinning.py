@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hostvmm.errors import HostvmmError
+from hostvmm.device import HostvmmError
 from kvcached_nixl.patching import Call
 
 REGISTRATION_VARIABLE = "NIXL_HOSTVMM_REGISTRATION"
@@ -31,11 +31,8 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def is_pinned(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether registrations pin their pages.
-
-    Raises:
-        HostvmmError: the variable is neither ``follows`` (the default) nor ``pinned``.
-    """
+    """Whether registrations pin their pages. Raises HostvmmError if the variable is neither ``follows`` (the default)
+    nor ``pinned``."""
     word = environment.get(REGISTRATION_VARIABLE) or "follows"
     if word not in ("follows", "pinned"):
         raise HostvmmError(

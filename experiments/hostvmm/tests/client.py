@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from hostvmm.build import NATIVE, SOURCES, find_compiler
@@ -17,6 +18,15 @@ class RuntimeFailure(Exception):
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
         self.code = code
+
+
+def refused(call: Callable[[], object]) -> str:
+    """Returns the code of a call's error, and its text."""
+    try:
+        found = call()
+    except RuntimeFailure as error:
+        return f"{error.code} {error}"
+    raise AssertionError(f"found {found}; expected an error")
 
 
 class _Location(ctypes.Structure):
@@ -62,14 +72,9 @@ class Client:
 
     def reserve(self, size_bytes: int, address: int = 0) -> int:
         found = ctypes.c_void_p()
-        self._call(
-            "hipMemAddressReserve",
-            ctypes.byref(found),
-            ctypes.c_size_t(size_bytes),
-            ctypes.c_size_t(PAGE_BYTES),
-            ctypes.c_void_p(address),
-            ctypes.c_ulonglong(0),
-        )
+        sizes = ctypes.c_size_t(size_bytes), ctypes.c_size_t(PAGE_BYTES)
+        more = ctypes.c_void_p(address), ctypes.c_ulonglong(0)
+        self._call("hipMemAddressReserve", ctypes.byref(found), *sizes, *more)
         assert found.value is not None
         return found.value
 
@@ -79,13 +84,8 @@ class Client:
     def create(self, size_bytes: int = PAGE_BYTES, device: int = 0) -> int:
         handle = ctypes.c_void_p()
         properties = _Properties(1, 0, _Location(1, device))
-        self._call(
-            "hipMemCreate",
-            ctypes.byref(handle),
-            ctypes.c_size_t(size_bytes),
-            ctypes.byref(properties),
-            ctypes.c_ulonglong(0),
-        )
+        size, flags = ctypes.c_size_t(size_bytes), ctypes.c_ulonglong(0)
+        self._call("hipMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), flags)
         assert handle.value is not None
         return handle.value
 
@@ -97,13 +97,8 @@ class Client:
         sizes = (ctypes.c_size_t(size_bytes), ctypes.c_size_t(0))
         self._call("hipMemMap", ctypes.c_void_p(address), *sizes, ctypes.c_void_p(handle), ctypes.c_ulonglong(0))
         access = _Access(_Location(1, 0), 3)
-        self._call(
-            "hipMemSetAccess",
-            ctypes.c_void_p(address),
-            ctypes.c_size_t(size_bytes),
-            ctypes.byref(access),
-            ctypes.c_size_t(1),
-        )
+        granted = ctypes.byref(access), ctypes.c_size_t(1)
+        self._call("hipMemSetAccess", ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), *granted)
 
     def unmap(self, address: int, size_bytes: int = PAGE_BYTES) -> None:
         self._call("hipMemUnmap", ctypes.c_void_p(address), ctypes.c_size_t(size_bytes))

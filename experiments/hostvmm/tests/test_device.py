@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hostvmm import device
-from hostvmm.errors import HostvmmError
+from hostvmm.device import HostvmmError
 
 from kvcached_nixl.processes import start_ticks
 

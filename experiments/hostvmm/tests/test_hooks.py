@@ -12,8 +12,8 @@ from pathlib import Path
 import hostvmm
 import pytest
 from hostvmm import BUILD_TAG, hooks, is_hostvmm_build
-from hostvmm.errors import HostvmmError
-from hostvmm.geometry import Pool
+from hostvmm.device import HostvmmError
+from hostvmm.limits import Pool
 
 from kvcached_nixl.patching import Call
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hostvmm.errors import HostvmmError
+from hostvmm.device import HostvmmError
 from hostvmm.pinning import (
     REGISTRATION_VARIABLE,
     SHIFT,

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hostvmm.device import account_path, capacity_bytes, device_info
-from hostvmm.errors import HostvmmError
+from hostvmm.device import HostvmmError, account_path, capacity_bytes, device_info
 
 from experiments.hostvmm.tests.client import (
     INVALID_HANDLE,
@@ -70,10 +69,6 @@ class Script:
             [sys.executable, "-c", preamble + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
     def finish(self, say: str = "") -> str:
         output, _ = self.process.communicate(say, timeout=60)
         assert self.process.returncode == 0, output
@@ -86,6 +81,13 @@ class Script:
 
 def run(library: Path, code: str) -> str:
     return Script(library, code).finish()
+
+
+def holding(library: Path, code: str) -> Script:
+    """Returns a process that has run ``code``, and then waits for a line."""
+    script = Script(library, f"{code}\nprint('held', flush=True)\ninput()")
+    assert script.process.stdout is not None and script.process.stdout.readline() == "held\n"
+    return script
 
 
 def test_mapped_memory_is_written_and_read_back(library: Path) -> None:
@@ -163,27 +165,21 @@ print("ok")
 
 def test_a_full_device_refuses_and_serves_again_after_a_release(library: Path) -> None:
     """Running out is an error with numbers, changes nothing, and ends with the next release."""
-    code = f"""
+    code = """
 pages = [client.create() for _ in range(8)]
-try:
-    client.create()
-except RuntimeFailure as error:
-    assert error.code == {OUT_OF_MEMORY}
-    print(error)
+print(refused(client.create))
 assert client.memory()[0] == 0
 assert device_info().processes[0].refused_creates == 1
 client.release(pages.pop())
 assert client.create()
 """
     text = run(library, code)
-    assert "0.0 MiB of 16.0 MiB" in text
-    assert "2.0 MiB are needed" in text
+    assert text.startswith(f"{OUT_OF_MEMORY} ") and "0.0 MiB of 16.0 MiB" in text and "2.0 MiB are needed" in text
 
 
 def test_processes_share_one_device(library: Path) -> None:
     """Free memory is one number for all processes that name the device, and devices of other names are apart."""
-    holder = Script(library, "page = client.create(4 * PAGE_BYTES)\nprint('held', flush=True)\ninput()")
-    assert holder.line() == "held"
+    holder = holding(library, "page = client.create(4 * PAGE_BYTES)")
     assert run(library, "print(client.memory()[0] // PAGE_BYTES)") == "4"
     other = "os.environ['KVCACHED_HOSTVMM_DEVICE'] += '-other'\nprint(client.memory()[0] // PAGE_BYTES)"
     assert run(library, other) == "8"
@@ -196,8 +192,7 @@ def test_processes_share_one_device(library: Path) -> None:
 
 def test_the_memory_of_a_killed_process_comes_back(library: Path) -> None:
     """No cleanup runs in a killed process; its share is free for the next one all the same."""
-    holder = Script(library, "page = client.create(8 * PAGE_BYTES)\nprint('held', flush=True)\ninput()")
-    assert holder.line() == "held"
+    holder = holding(library, "page = client.create(8 * PAGE_BYTES)")
     waiter = Script(library, "input()\nclient.create(8 * PAGE_BYTES)\nprint(len(device_info().processes))")
     holder.kill()
     assert device_info().processes == ()
@@ -206,8 +201,7 @@ def test_the_memory_of_a_killed_process_comes_back(library: Path) -> None:
 
 def test_the_account_is_removed_by_the_last_process(library: Path) -> None:
     """Nothing is left in shared memory after a normal end."""
-    first = Script(library, "client.init()\nprint('in', flush=True)\ninput()")
-    assert first.line() == "in"
+    first = holding(library, "client.init()")
     run(library, "client.init()")
     assert account_path().exists()
     first.finish("\n")
@@ -216,35 +210,18 @@ def test_the_account_is_removed_by_the_last_process(library: Path) -> None:
 
 def test_two_sizes_of_one_device_are_refused(library: Path) -> None:
     """A device has one size; the error names both and the way out."""
-    holder = Script(library, "client.init()\nprint('in', flush=True)\ninput()")
-    assert holder.line() == "in"
-    code = f"""
-os.environ["KVCACHED_HOSTVMM_GIB"] = "1"
-try:
-    client.init()
-except RuntimeFailure as error:
-    assert error.code == {INVALID_VALUE}
-    print(error)
-"""
-    text = run(library, code)
-    assert "16.0 MiB" in text
-    assert "1024.0 MiB" in text
-    assert "KVCACHED_HOSTVMM_DEVICE" in text
+    holder = holding(library, "client.init()")
+    text = run(library, "os.environ['KVCACHED_HOSTVMM_GIB'] = '1'\nprint(refused(client.init))")
+    assert text.startswith(f"{INVALID_VALUE} ")
+    assert all(one in text for one in ("16.0 MiB", "1024.0 MiB", "KVCACHED_HOSTVMM_DEVICE"))
     holder.finish("\n")
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "four", "4GiB", "0.0001"])
 def test_the_library_refuses_the_sizes_that_the_package_refuses(library: Path, text: str) -> None:
     """The size is read in both; a value must not mean two things."""
-    code = f"""
-os.environ["KVCACHED_HOSTVMM_GIB"] = {text!r}
-try:
-    client.init()
-except RuntimeFailure as error:
-    print(error)
-"""
     named = f"KVCACHED_HOSTVMM_GIB='{text}'"
-    assert named in run(library, code)
+    assert named in run(library, f"os.environ['KVCACHED_HOSTVMM_GIB'] = {text!r}\nprint(refused(client.init))")
     with pytest.raises(HostvmmError, match=named):
         capacity_bytes({"KVCACHED_HOSTVMM_GIB": text})
 
@@ -267,10 +244,7 @@ client.map(base, page)
 ctypes.memset(base, 5, PAGE_BYTES)
 child = os.fork()
 if child == 0:
-    try:
-        client.release(page)
-    except RuntimeFailure as error:
-        assert error.code == {INVALID_HANDLE}
+    assert refused(lambda: client.release(page)).startswith("{INVALID_HANDLE} ")
     own = client.create()
     assert client.memory()[0] == 6 * PAGE_BYTES
     assert not any("memfd:kvcached" in line and f"{{base:x}}" in line for line in open("/proc/self/maps"))
@@ -362,15 +336,9 @@ except RuntimeFailure as error:
 
 def test_too_little_address_space_is_named(library: Path) -> None:
     """A reservation that the process may not have is an error that names the limit."""
-    code = f"""
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-try:
-    client.reserve(1 << 40)
-except RuntimeFailure as error:
-    assert error.code == {OUT_OF_MEMORY}
-    print(error)
-"""
-    assert "ulimit -v" in run(library, code)
+    limit = "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+    text = run(library, limit + "print(refused(lambda: client.reserve(1 << 40)))")
+    assert text.startswith(f"{OUT_OF_MEMORY} ") and "ulimit -v" in text
 
 
 def test_a_reservation_takes_no_memory_and_honours_the_wished_address(library: Path) -> None:
@@ -387,11 +355,8 @@ def test_the_reader_counts_what_the_library_did(library: Path) -> None:
     code = """
 base = client.reserve(2 * PAGE_BYTES)
 page = client.create(); client.map(base, page); client.map(base + PAGE_BYTES, page); client.unmap(base)
-print('done', flush=True)
-input()
 """
-    script = Script(library, code)
-    assert script.line() == "done"
+    script = holding(library, code)
     (use,) = device_info().processes
     assert (use.created_bytes, use.mapped_bytes) == (PAGE_BYTES, PAGE_BYTES)
     assert (use.creates, use.releases, use.maps, use.unmaps) == (1, 0, 2, 1)

@@ -1,27 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experiments/bench: its statistics, and targets on both sides of their limits."""
+"""The bench: its statistics; what is said in conversations, where it is sent, and what is missing there; and what
+counts towards the time to first token."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections import Counter
+from typing import Any, cast
 
+import httpx
 import pytest
 
-pytest.importorskip("rich")
-pytest.importorskip("psutil")
+pytest.importorskip("rich", reason="needs an environment: bash experiments/env.sh")
 
-from experiments.bench import bench_serve, memory_path
+from experiments.bench import conversations
+from experiments.bench.conversations import (
+    ANSWER_TOKENS,
+    BLOCK_BYTES,
+    FIRST,
+    FURTHER,
+    HOME,
+    MESSAGE_TOKENS,
+    OTHER,
+    Arm,
+    Got,
+    Load,
+    Serving,
+    Turn,
+    ask,
+    converse,
+)
 from experiments.bench.samples import Samples, percentile
-from experiments.common.report import Verdict
-
-MIB = 2**20
-
-
-def reached(verdicts: Sequence[Verdict]) -> list[bool]:
-    return [one.reached for one in verdicts]
-
-
-# ----------------------------------------------------------------------------------------------------------- statistics
+from experiments.bench.traces import SUMMARY, WEB_FRAMEWORK, Span, Traced
+from experiments.common.client import Answer, AnswerError, Client
+from experiments.common.servers import Running
 
 
 @pytest.mark.parametrize(
@@ -44,64 +56,98 @@ def test_arms_are_compared_where_both_were_measured() -> None:
         ("8 tokens: first token (<= 1.15)", "1.15 x", True),
         ("16 tokens: first token (<= 1.15)", "1.16 x", False),
     ]
-    assert reached(samples.compare("ours", "stock", "seconds", "", least=1.155)) == [False, True]
-    assert reached(samples.compare("ours", "stock", "seconds", "", most=1.0, where=lambda one: one[0] > 8)) == [False]
+    found += samples.compare("ours", "stock", "seconds", "", least=1.155)
+    found += samples.compare("ours", "stock", "seconds", "", most=1.0, where=lambda one: one[0] > 8)
+    assert [one.reached for one in found[2:]] == [False, True, False]
 
 
-# ----------------------------------------------------------------------------------- targets, on both sides of a limit
+RIGHT = Answer(
+    [7, 9], [-0.1, -0.2], [{"token_id:7": -0.1, "token_id:8": -3.0}, {"token_id:9": -0.2, "token_id:3": -4.0}]
+)
 
 
-def samples_of(forms: Sequence[str], setting: tuple[object, ...], arms: Mapping[str, Mapping[str, float]]) -> Samples:
-    samples = Samples(tuple(forms))
-    for arm, figures in arms.items():
-        samples.add(setting, arm, **figures)
-    return samples
+def at(arm: Arm, *urls: str) -> Serving:
+    return Serving(arm, cast(Running, None), urls)
+
+
+@pytest.mark.parametrize("load", [Load(), Load(2, 3, 1024)])
+def test_histories_are_as_long_as_asked_for_at_most(load: Load) -> None:
+    messages = load.messages()
+    assert messages == load.messages() and len(messages) == load.conversations
+    for said in messages:
+        assert len(said) == load.turns
+        assert all(MESSAGE_TOKENS[0] <= len(one.tokens) <= MESSAGE_TOKENS[1] for one in said[1:])
+        length = sum(len(one.tokens) for one in said) + (load.turns - 1) * ANSWER_TOKENS
+        assert load.history_tokens / 2 < length <= load.history_tokens
+
+
+def test_each_turn_goes_to_another_server() -> None:
+    three, one = at(OTHER, "a", "b", "c"), at(HOME, "a")
+    assert all(three.place(talk, turn) != three.place(talk, turn + 1) for talk in range(4) for turn in range(6))
+    assert {one.place(talk, turn) for talk in range(4) for turn in range(6)} == {0}
+
+
+def test_what_is_missing_is_what_the_asked_server_has_not_seen() -> None:
+    """Turns of 40, 100 and 200 tokens: 2, 4 and 7 blocks, of which 2 and 4 are cached with the answers before."""
+    talk = [Turn([5] * length, 0.0, RIGHT) for length in (40, 100, 200)]
+    assert at(HOME, "a").missing_bytes([talk]) == {FIRST: 2 * BLOCK_BYTES, FURTHER: (2 + 3) * BLOCK_BYTES}
+    assert at(OTHER, "a", "b").missing_bytes([talk]) == {FIRST: 2 * BLOCK_BYTES, FURTHER: (4 + 5) * BLOCK_BYTES}
+
+
+def test_a_round_is_counted_by_first_and_further_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two conversations of three turns; in each further turn a server computes 10 tokens."""
+    asked: list[str] = []
+
+    async def fake(to: Client, prompt: list[int], right: Answer, salt: str, name: str) -> Got:
+        asked.append(name)
+        return Got(None, f"{name}: broken") if name == "salt-1-2" else Got(float(len(prompt)))
+
+    monkeypatch.setattr(conversations, "ask", fake)
+    monkeypatch.setattr(conversations, "settled", lambda read: read())
+    monkeypatch.setattr(Serving, "counted", lambda _: Counter(decode=10 * max(0, len(asked) - 2), moved=0))
+    samples = Samples(("{}",))
+    talks = [[Turn([5] * length, 0.001, RIGHT) for length in (40, 100, 200)] for _ in range(2)]
+    problems = asyncio.run(converse(at(HOME, "http://a"), talks, "salt", samples, 1.0))
+    assert asked[:2] == ["salt-0-0", "salt-1-0"] and len(asked) == 6
+    assert problems == ["home, salt-1-2: broken"]
+    further = samples.figures[(FURTHER,), "home"]
+    assert sorted(further["first_token"]) == [100, 100, 200] and sum(further["error"]) == 1
+    assert further["decode"] == [10] and further["missing"] == [5 * BLOCK_BYTES / 2]
+    assert samples.values((FIRST,), "home", "decode") == [0]
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"),
+    ("found", "verdict"),
     [
-        ({1: 105, 60: 105}, [True, True, True]),
-        ({1: 106, 60: 105}, [False, True, True]),
-        ({1: 95, 60: 105}, [True, True, False]),
-        ({1: 100, 60: 6000}, [True, False, False]),
+        (RIGHT, "right"),
+        (Answer([7, 3], RIGHT.logprobs, RIGHT.top_logprobs), "wrong"),
+        (Answer(RIGHT.token_ids, [-0.1, -0.3], RIGHT.top_logprobs), "wrong"),
+        (AnswerError("500"), "error"),
+        (httpx.ReadError("gone"), "error"),
     ],
 )
-def test_resident_memory_is_the_slab_and_the_same_for_every_reservation(
-    more: dict[float, int], expected: list[bool]
-) -> None:
-    """At most a twentieth more, and a twentieth apart."""
-    samples = Samples(("{}", "{} GiB reserved"))
-    for gib, mib in more.items():
-        for arm, found in (("pull", 500), ("pull, staged", 500 + mib)):
-            samples.add(("prefill", gib), arm, anonymous=found * MIB, buffer=gib * 2**30)
-    assert reached(memory_path.judge_memory(samples, slab_gib=100 / 1024)) == expected
+def test_an_answer_is_right_if_tokens_and_log_probabilities_are(found: Answer | Exception, verdict: str) -> None:
+    class Fake:
+        async def streamed(self, prompt: list[int], **_: Any) -> tuple[float, Answer]:
+            if isinstance(found, Exception):
+                raise found
+            return 0.0, found
+
+    got = asyncio.run(ask(cast(Client, Fake()), [1], RIGHT, "salt", "name"))
+    assert got.verdict == verdict and got.figures[verdict] == 1 and bool(got.problem) == (verdict != "right")
+    assert ("first_token" in got.figures) == (verdict != "error")
 
 
-@pytest.mark.parametrize(("seconds", "is_reached"), [(0.012, True), (0.0121, False)])
-def test_blocks_stay_taken_for_the_copy(seconds: float, is_reached: bool) -> None:
-    """A fifth longer at most; of the direct path nothing is promised."""
-    arms = {"pull, staged": {"occupied": seconds, "copied": 0.01}, "pull": {"occupied": 0.5, "copied": 0.0}}
-    assert reached(memory_path.judge_pages(samples_of(("{} tokens",), (2048,), arms))) == [is_reached]
-
-
-RUN = {"failed": 0, "requests_per_second": 1.0, "first_token_p50_ms": 100.0, "token_p50_ms": 10.0, "cpu_token_ms": 12.0}
-
-
-@pytest.mark.parametrize(
-    ("changes", "moved", "missed"),
-    [
-        ({}, 9, []),
-        ({"failed": 1.0}, 9, ["without an answer"]),
-        ({}, 8, ["with KV from prefill"]),
-        ({"requests_per_second": 0.99}, 9, ["requests/s"]),
-        ({"first_token_p50_ms": 100.1}, 9, ["first token"]),
-        ({"token_p50_ms": 10.1}, 9, ["further tokens"]),
-        ({"cpu_token_ms": 12.1}, 9, ["CPU"]),
-    ],
-)
-def test_asking_is_held_to_stock(changes: dict[str, float], moved: int, missed: list[str]) -> None:
-    arms = {bench_serve.PULL.name: RUN | changes, bench_serve.STOCK_PULL.name: RUN}
-    verdicts = bench_serve.judge(samples_of(("{} at a time",), (8,), arms), {bench_serve.PULL.name: (9, moved)})
-    found = [one.target for one in verdicts if not one.reached]
-    assert len(found) == len(missed) and all(word in target for word, target in zip(missed, found, strict=True))
+def test_what_runs_beside_is_not_counted() -> None:
+    """What prefill keeps or sends after its answer; vLLM's summary; and what the web framework makes by itself."""
+    of_decode = {"decode_asking": (0.0, 1.0), "decode_moving": (1.0, 1.4), "server_answering": (1.4, 1.5)}
+    of_prefill = {"prefill_computing": (0.0, 1.0), "prefill_offered": (0.9, 1.2), "prefill_sending": (1.0, 1.3)}
+    spans = [
+        Span("t", name, "client", name, "vllm", *times, process)
+        for process, some in (("decode", of_decode), ("prefill", of_prefill))
+        for name, times in {**some, SUMMARY: (0.0, 4.0)}.items()
+    ]
+    spans.append(Span("t", "w", "client", "POST /v1/completions", WEB_FRAMEWORK, 0.0, 1.0, "prefill"))
+    one = Traced("t", spans, 1.5)
+    assert [each.name for each in one.leaves] == ["decode_moving", "server_answering", "prefill_computing"]
+    assert one.share == pytest.approx(1.0)

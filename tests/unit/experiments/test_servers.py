@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.servers import REPOSITORY, SERVER_SIDE, Running, ServerError, ServerSpec, running
+from experiments.common.servers import REPOSITORY, SERVER_SIDE, ServerSpec, running
 
 STAND_IN = """\
 #!{python}
@@ -65,10 +65,3 @@ def test_a_server_has_its_own_session_and_settings_and_its_children_end_with_it(
     assert server.process.returncode is not None
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.1", seen["held"]))
-
-
-def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
-    """Waiting stops when there is nothing to wait for, and the message holds the reason."""
-    spec = stand_in(tmp_path, "#!{python}\nimport sys\nprint('no such device')\nsys.exit(3)\n")
-    with Running([spec], tmp_path) as launched, pytest.raises(ServerError, match=r"status 3[\s\S]*no such device"):
-        launched.ready()

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the KV memory: arithmetic only, without kvcached and vLLM."""
+"""What fits: sizes of the KV memory (arithmetic only, without kvcached and vLLM), and limits of the host machine."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
-from hostvmm.errors import HostvmmError
+from hostvmm.device import HostvmmError
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,23 @@ class Pool:
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Returns the bytes this process can still allocate: the kernel's estimate, or its cgroup's rest if smaller."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    available_bytes = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return available_bytes  # no cgroup, or cgroup v1
+    if not limit.isdigit() or not used.isdigit():
+        return available_bytes
+    return min(available_bytes, max(int(limit) - int(used), 0))
+
+
+def spare_mappings(proc: Path = Path("/proc")) -> tuple[int, int]:
+    """Returns how many memory mappings this process may still make, and the kernel's limit (vm.max_map_count)."""
+    limit = int((proc / "sys/vm/max_map_count").read_text())
+    with (proc / "self/maps").open() as lines:
+        return limit - sum(1 for _ in lines), limit
