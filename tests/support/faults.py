@@ -49,6 +49,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTa
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.slab import Slots
 from kvcached_nixl.worker.transfer.staging import Staging, StagingWindow
+from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from support.flow_engine import FlowHost
 from support.flow_memory import Pool
@@ -239,7 +240,7 @@ def each_handshake_is_a_connection_of_its_own(patch: Patcher) -> None:
     """Transfers in flight would count as those of an earlier connection."""
 
     def add_peer(real: Any, self: Any, metadata: bytes, *where: Any) -> Any:
-        self._peers.pop(metadata.decode(errors="replace"), None)
+        self._connections.pop(metadata.decode(errors="replace"), None)
         return real(self, metadata, *where)
 
     around(patch, MemoryTransport, "add_peer", add_peer)
@@ -369,11 +370,11 @@ def prefill_offers_more_than_it_has_computed(patch: Patcher) -> None:
 
 
 def another_rank_contributes(patch: Patcher) -> None:
-    def contributors(real: Any, prefill: Any, *, tp_rank: int, tp_size: int, kv_shares: int) -> Any:
-        ranks, others = real(prefill, tp_rank=tp_rank, tp_size=tp_size, kv_shares=kv_shares)
-        return tuple((rank + 1) % prefill.tp_size for rank in ranks), others
+    def contributors(real: Any, self: Any, prefill: Any) -> Any:
+        ranks, others = real(self, prefill)
+        return tuple(msgspec.structs.replace(one, tp_rank=(one.tp_rank + 1) % one.tp_size) for one in ranks), others
 
-    around(patch, topology, "contributors", contributors)
+    around(patch, LocalRank, "contributors", contributors)
 
 
 def one_rank_of_several_contributes(patch: Patcher) -> None:
@@ -381,7 +382,7 @@ def one_rank_of_several_contributes(patch: Patcher) -> None:
         ranks, others = real(*arguments, **named)
         return ranks[:1], (*ranks[1:], *others)
 
-    around(patch, topology, "contributors", contributors)
+    around(patch, LocalRank, "contributors", contributors)
 
 
 def blocks_of_the_kernel_are_not_counted(patch: Patcher) -> None:
