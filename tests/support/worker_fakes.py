@@ -354,7 +354,6 @@ def wanted(attempt: int = 1, made: Manifest | None = None, *, engine_id: str = "
 def registration(attempt: int = 1, decode: Peer | None = None, **changed: Any) -> Registration:
     made = Registration(
         attempt=attempt,
-        decode_request_id=DecodeRequestId(f"d{attempt}"),
         decode=address() if decode is None else decode,
         incarnation=START,
         name="transfer:t",

@@ -36,7 +36,7 @@ def answers(engine: str, incarnation: str = "0" * 16, tp_rank: int = 0) -> Answe
         Weights(), Process(), 1, 0,
     )  # fmt: skip
     told = msgspec.msgpack.encode(Answer(incarnation, msgspec.msgpack.encode(rank)))
-    return {(0, tp_rank): ("kvcached_nixl/15 pull [vLLM 0.28.0]", told)}
+    return {(0, tp_rank): ("kvcached_nixl/16 pull [vLLM 0.28.0]", told)}
 
 
 OWN = answers("own")

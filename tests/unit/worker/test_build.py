@@ -135,7 +135,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     side, channel = started(stock, Geometry(num_pools=2))
     assert stock.offered is not None
     tag, rank = stock.offered
-    assert tag == "kvcached_nixl/15 pull [vLLM 0.28.0; model m; group 0: cells of 16 bytes]"
+    assert tag == "kvcached_nixl/16 pull [vLLM 0.28.0; model m; group 0: cells of 16 bytes]"
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)
     assert rank.agent_metadata == b"\x00nixl"
     (group,) = rank.groups
