@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes NIXL agents, and moves bytes and notifications between them. The same tests check it, and the double in memory
-that other tests use (tests/contract/test_transport).
+"""Makes NIXL agents, and moves bytes and notifications between them. The same tests check it over NIXL's agents and
+over those in memory that other tests use (tests/contract/test_transport).
 
 NIXL's bindings raise a different exception class for each status, without a common base, so ``Exception`` is caught.
 

@@ -100,7 +100,7 @@ def digest_of(
     return hasher.hexdigest()
 
 
-PROTOCOL = 15
+PROTOCOL = 16
 """See `wire.handshake`."""
 
 

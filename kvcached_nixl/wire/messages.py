@@ -27,7 +27,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from kvcached_nixl.ids import DecodeRequestId, EngineId
+from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import (
     Count,
     Digest,
@@ -96,7 +96,6 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
     """Decode's blocks for one request, to be written by prefill.
 
     Attributes:
-        decode_request_id: the request inside decode's engine; only for messages and logs.
         incarnation: of prefill's engine, as decode knows it. KV of another incarnation is refused.
         name: name under which prefill looks for its request.
         request_id: prefill's request id, if decode knows it; else empty.
@@ -111,7 +110,6 @@ class Registration(_OfAttempt, frozen=True, tag="register"):
         gate: NIXL metadata of the agent to write through (`transport.agent.WriteGate`); empty if nothing is written.
     """
 
-    decode_request_id: DecodeRequestId
     decode: Peer
     incarnation: Incarnation
     name: str

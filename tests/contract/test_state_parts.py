@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -193,8 +193,7 @@ def _as_copied(model: Model, whole: list[list[torch.Tensor]], rank: int) -> list
 def moved(prefill: list[Rank], decode: list[Rank]) -> None:
     """Decode pulls from the ranks that it asks, as descriptors say."""
     for rank in decode:
-        source = _Source(len(prefill))
-        needed, _ = contributors(source, tp_rank=rank.local.tp_rank, tp_size=len(decode), kv_shares=MAX_TP_SIZE)
+        needed, _ = contributors(len(prefill), rank.local.tp_rank, len(decode), MAX_TP_SIZE)
         for one in needed:
             other = prefill[one]
             between = routes(rank.local.groups, (other.group,), is_prefill=False)
@@ -203,10 +202,6 @@ def moved(prefill: list[Rank], decode: list[Rank]) -> None:
             for (to, size), (at, _) in zip(found.local.tolist(), found.remote.tolist(), strict=True):
                 to, at = to - here.data_ptr(), at - there.data_ptr()
                 here[to : to + size] = there[at : at + size]
-
-
-class _Source(NamedTuple):
-    tp_size: int
 
 
 SIZES = [

@@ -812,6 +812,7 @@ def test_what_another_agent_says_is_not_believed(push: Pair) -> None:
     ("what", "cause"),
     [
         ({"digest": "0" * 32}, "digest"),
+        ({"num_tokens": 1}, "digest"),
         ({"incarnation": "0" * 16}, "restarted"),
         ({"request_id": "another"}, "protocol"),
     ],

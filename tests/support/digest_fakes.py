@@ -12,7 +12,7 @@ import torch
 
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.background import Work
-from kvcached_nixl.worker.transfer.checksums import Checksums, Content
+from kvcached_nixl.worker.transfer.checksums import Content
 
 
 @dataclass
@@ -80,12 +80,8 @@ class Copy(NamedTuple):
         return cls(is_gather, blocks, staged, lambda failed: work.ended(None, failed))
 
 
-def content_of(planes: Planes, memory: torch.Tensor, num_groups: int = 1) -> Content:
-    """Returns the `Content` of KV-cache groups that all lie in ``planes``.
-
-    Args:
-        memory: all memory of the planes, as one dimension of bytes.
-    """
+def content_of(planes: Planes, memory: torch.Tensor) -> Content:
+    """Returns the `Content` of a KV-cache group. ``memory``: all memory of its planes, as one dimension of bytes."""
     block_bytes, begin = planes.block_stride_bytes, memory.data_ptr()
     firsts: list[int] = []
     for base in sorted(planes.bases):
@@ -93,21 +89,9 @@ def content_of(planes: Planes, memory: torch.Tensor, num_groups: int = 1) -> Con
             firsts.append(base)
     size = planes.num_blocks, block_bytes
     areas = [(base, memory.as_strided(size, (block_bytes, 1), base - begin)) for base in firsts]
-    return Content((GroupMemory((planes,)),) * num_groups, areas)
+    return Content((GroupMemory((planes,)),), areas)
 
 
 def as_bytes(array: Any) -> torch.Tensor:
     """Returns the memory of a C-contiguous numpy array."""
     return torch.from_numpy(array.reshape(-1).view("uint8"))
-
-
-def digests_over(
-    planes: Planes,
-    memory: torch.Tensor,
-    fraction: float = 0.0,
-    runs: InTurn | None = None,
-    num_groups: int = 1,
-) -> Checksums:
-    """Returns the `Checksums` of a rank without staging."""
-    content = content_of(planes, memory, num_groups)
-    return Checksums(content, content, runs or InTurn(), fraction)

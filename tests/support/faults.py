@@ -48,6 +48,7 @@ from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTa
 from kvcached_nixl.worker.transfer.peers import Peers
 from kvcached_nixl.worker.transfer.slab import Slots
 from kvcached_nixl.worker.transfer.staging import Staging, StagingWindow
+from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
 from support.flow_engine import FlowHost
 from support.flow_memory import Pool
@@ -205,7 +206,7 @@ def a_failed_transfer_is_taken_for_idle(self: Any, job: Any, reason: str, *_: An
 @FAULTS.around(MemoryTransport, "add_peer")
 def each_handshake_is_a_connection_of_its_own(real: Any, self: Any, metadata: bytes, *where: Any) -> Any:
     """Transfers in flight would count as those of an earlier connection."""
-    self._peers.pop(metadata.decode(errors="replace"), None)
+    self._connections.pop(metadata.decode(errors="replace"), None)
     return real(self, metadata, *where)
 
 
@@ -304,13 +305,13 @@ def prefill_offers_more_than_it_has_computed(real: Any, self: Any, writing: Any)
     offer.update = update
 
 
-@FAULTS.around(topology, "contributors")
-def another_rank_contributes(real: Any, prefill: Any, **own: int) -> Any:
-    ranks, others = real(prefill, **own)
-    return tuple((rank + 1) % prefill.tp_size for rank in ranks), others
+@FAULTS.around(LocalRank, "contributors")
+def another_rank_contributes(real: Any, self: Any, prefill: Any) -> Any:
+    ranks, others = real(self, prefill)
+    return tuple(msgspec.structs.replace(one, tp_rank=(one.tp_rank + 1) % one.tp_size) for one in ranks), others
 
 
-@FAULTS.around(topology, "contributors")
+@FAULTS.around(LocalRank, "contributors")
 def one_rank_of_several_contributes(real: Any, *arguments: Any, **named: Any) -> Any:
     ranks, others = real(*arguments, **named)
     return ranks[:1], (*ranks[1:], *others)

@@ -44,16 +44,6 @@ FORGOTTEN_SECONDS = 700.0
 """Longer than any state about a vanished peer is kept."""
 
 
-class Agent(MemoryTransport):
-    """An agent whose failed transfers go on: their remaining bytes may arrive until the connection is closed."""
-
-    network: Wire
-
-    def closed(self, peer: str) -> None:
-        super().closed(peer)
-        self.network.rests = [one for one in self.network.rests if (one.sender, one.receiver) != (self.name, peer)]
-
-
 class Meant(NamedTuple):
     targets: set[Request] = set()
     sources: set[Request] = set()
@@ -76,10 +66,12 @@ class Wire(Network):
     said: collections.deque[Posted] = field(default_factory=lambda: collections.deque(maxlen=64))
     meant: dict[Posted, Meant] = field(default_factory=dict)
 
-    def agent(self, name: str) -> Agent:
+    def agent(self, name: str) -> MemoryTransport:
         assert name not in self.agents
-        found = self.agents[name] = Agent(self, name)
-        return found
+        return super().agent(name)
+
+    def closed(self, sender: str, receiver: str) -> None:
+        self.rests = [one for one in self.rests if (one.sender, one.receiver) != (sender, receiver)]
 
     def kill(self, name: str) -> None:
         super().kill(name)

@@ -399,7 +399,7 @@ class Worker:
         """Whether there are messages or finished copies and checksums that it has not handled, or any still to do."""
         return bool(
             self.agent.inbox
-            or any(gate.inner.inbox for gate in self.gates)  # type: ignore[attr-defined]
+            or any(gate.agent.inbox for gate in self.gates)  # type: ignore[attr-defined]
             or self.side.thread._inbox
             or (self.copier is not None and (self.copier.asked or self.copier.ended))
             or self.awaiting_checksum.asked

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvcached_nixl.worker.transfer.peers import Peers
     from kvcached_nixl.worker.transfer.staging import Held
     from kvcached_nixl.worker.transfer.transfer_queue import TransferQueue
-    from kvcached_nixl.worker.transfer_thread import Reached, TransferThread
+    from kvcached_nixl.worker.transfer_thread import TransferThread
 
 CONTAINERS = (dict, list, set, deque, Deadlines)
 
@@ -100,11 +100,6 @@ def registry_of(thread: TransferThread) -> OfferRegistry:
 def report_of(thread: TransferThread) -> Report:
     """Returns what has ended, and was not taken yet."""
     return thread._outcomes._report
-
-
-def waiting_for_device(thread: TransferThread) -> Collection[Reached]:
-    """Returns the commands that wait until the device has finished the steps before them."""
-    return thread._computing
 
 
 def renewals_of(thread: TransferThread) -> Renewals:

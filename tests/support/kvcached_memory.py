@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from kvcached_nixl.worker.geometry.layout import Layout, Page, plan
 from kvcached_nixl.worker.geometry.planes import Axes
@@ -87,10 +89,12 @@ class Geometry:
         layers, pools = self.layer_names(), self.num_pools
         return tuple(tuple(layers[group * pools : (group + 1) * pools]) for group in range(self.groups))
 
-    def layout(self, caches: dict[str, torch.Tensor]) -> Layout:
-        """The layout of these tensors of all layers."""
-        pages = dict.fromkeys(caches, self.page())
-        return plan(caches, axes=self.axes(), pages=pages, num_blocks=self.num_blocks, num_pools=self.num_pools)
+    def layout(self, caches: dict[str, torch.Tensor], **changed: Any) -> Layout:
+        """The layout of these tensors of all layers. ``changed``: arguments of `plan`."""
+        if "pages" not in changed:
+            changed["pages"] = dict.fromkeys(caches, self.page())
+        planned = {"axes": self.axes(), "num_blocks": self.num_blocks, "num_pools": self.num_pools}
+        return plan(caches, **(planned | changed))
 
     def axes(self) -> Axes:
         """Returns what each dimension of the backend's shape stands for."""
@@ -151,3 +155,20 @@ class Geometry:
 
     def block_bytes_of_all_layers(self) -> int:
         return math.prod((self.num_pools, self.page_bytes))
+
+
+def geometries(**changed: Any) -> st.SearchStrategy[Geometry]:
+    """Small geometries in each of kvcached's arrangements. ``changed``: strategies of other values."""
+    drawn: dict[str, st.SearchStrategy[Any]] = {
+        "era": st.sampled_from(["kv_apart", "packed", "mla", "latent"]),
+        "contiguous": st.booleans(),
+        "num_pools": st.integers(1, 3),
+        "num_kv_heads": st.sampled_from([1, 2, 3]),
+        "block_size": st.sampled_from([2, 4]),
+        "head_size": st.just(4),
+        "num_blocks": st.integers(1, 6),
+        "reserved_blocks": st.integers(6, 9),
+        "groups": st.integers(1, 2),
+        "head_major": st.booleans(),
+    }
+    return st.builds(Geometry, **(drawn | changed))

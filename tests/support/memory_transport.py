@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, TransportError
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_nixl.transport.agent import Handle, Operation, Ranges, TransferState, Transport, TransportError, WriteGate
 
 GATE = "#"
 """Between an agent's name and a number, in the name of a gate to its memory."""
@@ -49,7 +53,7 @@ class Network:
     """
 
     immediate: bool = False
-    agents: dict[str, MemoryTransport] = field(default_factory=dict)
+    agents: dict[str, MemoryAgent] = field(default_factory=dict)
     pending: dict[Posted, None] = field(default_factory=dict)
     vanished: set[str] = field(default_factory=set)
     gates: dict[str, MemoryGate] = field(default_factory=dict)
@@ -59,14 +63,15 @@ class Network:
         """Opens a gate that peers write through into an agent's memory."""
         self.num_opened += 1
         gate = MemoryGate(self, f"{owner}{GATE}{self.num_opened}")
-        self.agents[gate.name] = gate.inner
+        self.agents[gate.name] = gate.agent
         self.gates[gate.name] = gate
         return gate
 
     def agent(self, name: str) -> MemoryTransport:
         """Makes an agent; it replaces a dead one of the same name."""
-        self.agents[name] = MemoryTransport(self, name)
-        return self.agents[name]
+        made = MemoryTransport(self, name)
+        self.agents[name] = made.agent
+        return made
 
     def kill(self, name: str) -> None:
         """Ends the process of an agent: everything pending from it or to it fails."""
@@ -117,6 +122,9 @@ class Network:
                 if posted in self.pending:
                     self.deliver(posted)
 
+    def closed(self, sender: str, receiver: str) -> None:
+        """The sender has closed its connection to the receiver: what has failed over it moves nothing any more."""
+
     def is_stuck(self, posted: Posted) -> bool:
         """Whether it cannot arrive, because its sender or receiver has vanished."""
         return bool(self.vanished & {one.partition(GATE)[0] for one in (posted.sender, posted.receiver)})
@@ -134,104 +142,98 @@ class Network:
             ctypes.memmove(target, source, length)
 
 
-class MemoryTransport:
-    """`transport.agent.Transport` in memory; made by :meth:`Network.agent`. ``refuse_posts``: posting raises."""
+class MemoryAgent:
+    """What `transport.agent` uses of NIXL's agent, in memory. ``lost``: peers to which the connection is broken."""
 
     def __init__(self, network: Network, name: str) -> None:
         self.network = network
         self.name = name
         self.inbox: list[tuple[str, bytes]] = []
+        self.lost: set[str] = set()
+
+    def get_agent_metadata(self) -> bytes:
+        return self.name.encode()
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        heard: dict[str, list[bytes]] = {}
+        for sender, notification in self.inbox:
+            heard.setdefault(sender, []).append(notification)
+        self.inbox = []
+        return heard
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        name = metadata.decode(errors="replace")
+        if name not in self.network.agents:
+            raise KeyError(f"found no agent {name!r}")
+        return name
+
+    def remove_remote_agent(self, peer: str) -> None:
+        self.lost.discard(peer)
+        self.network.closed(self.name, peer)
+
+    def get_xfer_descs(self, rows: npt.NDArray[np.uint64], memory_type: str) -> Ranges:
+        return rows[:, :2].astype(np.int64)
+
+    def send_notif(self, peer: str, notif_msg: bytes) -> None:
+        self._require(peer)
+
+    def initialize_xfer(self, operation: Operation, local: Ranges, remote: Ranges, peer: str, told: bytes) -> Posted:
+        self._require(peer)
+        return Posted(self.name, peer, told, operation, local, remote)
+
+    def transfer(self, posted: Posted) -> None:
+        """`MemoryTransport.post` posts it: what raises here is not seen."""
+
+    def check_xfer_state(self, posted: Posted) -> str:
+        return {TransferState.DONE: "DONE", TransferState.IN_FLIGHT: "PROC"}.get(posted.state, "ERR")
+
+    def _require(self, peer: str) -> None:
+        if peer in self.lost or peer not in self.network.agents:
+            raise KeyError(f"found no connection to {peer!r}")
+
+
+class MemoryTransport(Transport):
+    """`Transport` over a `MemoryAgent`; made by :meth:`Network.agent`. ``refuse_posts``: posting raises."""
+
+    def __init__(self, network: Network, name: str) -> None:
+        self.agent = MemoryAgent(network, name)
+        super().__init__(self.agent, "DRAM")
+        self.network, self.name = network, name
         self.posted: list[Posted] = []
         self.refuse_posts = False
-        self.keeps_posted = True
-        self._peers: dict[str, object] = {}
-        self._lost: set[str] = set()
-        self._leaving: dict[str, object] = {}
-        self._in_flight: list[Posted] = []
-        self._failed: list[Posted] = []
 
     @property
     def peers(self) -> frozenset[str]:
         """Names of the agents that were added and not removed."""
         return frozenset(self._peers)
 
-    def metadata(self) -> bytes:
-        return self.name.encode()
-
-    def add_peer(self, metadata: bytes, device_id: int = 0, memory_type: str = "") -> str:
-        name = metadata.decode(errors="replace")
-        if name not in self.network.agents:
-            raise TransportError(f"found no agent {name!r}")
-        if name in self._leaving and any(one.receiver == name for one in self._failed):
-            raise TransportError(f"the connection to {name!r} is not closed yet")
-        self._peers.setdefault(name, self._leaving.pop(name, None) or object())
-        return name
-
-    def connection(self, peer: str) -> object:
-        return self._peers.get(peer)
-
-    def remove_peer(self, peer: str) -> None:
-        """Transfers in flight stay there, and keep the connection open."""
-        if (connection := self._peers.pop(peer, None)) is not None:
-            self._leaving[peer] = connection
-            self._close_idle(peer)
-
-    def _close_idle(self, peer: str) -> None:
-        if peer in self._leaving and not any(one.receiver == peer for one in self._in_flight):
-            del self._leaving[peer]
-            self.closed(peer)
-
-    def closed(self, peer: str) -> None:
-        """The connection to a peer was closed: what has failed over it moves nothing any more."""
-        self._lost.discard(peer)
-        self._failed = [one for one in self._failed if one.receiver != peer]
+    @property
+    def inbox(self) -> list[tuple[str, bytes]]:
+        return self.agent.inbox
 
     def lose(self, peer: str) -> None:
         """Breaks the connection, while both agents live: nothing arrives until the peer is removed and added again."""
-        self._lost.add(peer)
-        self._fail_pending(peer)
+        self.agent.lost.add(peer)
+        for posted in [one for one in self.network.pending if (one.sender, one.receiver) == (self.name, peer)]:
+            self.network.fail(posted)
 
     def send(self, peer: str, notification: bytes) -> None:
-        self._require(peer)
+        super().send(peer, notification)
         self.network.post(Posted(self.name, peer, notification))
 
-    def received(self) -> list[tuple[str, bytes]]:
-        found, self.inbox = self.inbox, []
-        return found
-
-    def post(
-        self,
-        operation: Operation,
-        peer: str,
-        local: Ranges,
-        remote: Ranges,
-        notification: bytes = b"",
-        *,
-        is_host: bool = False,
-    ) -> Handle:
-        self._require(peer)
+    def post(self, *arguments: Any, **named: Any) -> Handle:
         if self.refuse_posts:
-            raise TransportError(f"a {operation} with {peer!r} cannot be posted")
-        posted = Posted(self.name, peer, notification, operation, local, remote)
-        if self.keeps_posted:
-            self.posted.append(posted)
-        self._in_flight.append(posted)
+            raise TransportError("nothing can be posted")
+        posted = super().post(*arguments, **named)
+        self.posted.append(posted)
         self.network.post(posted)
         return posted
 
     def state(self, handle: Handle) -> TransferState:
-        state: TransferState = handle.state
+        state = super().state(handle)
         if state is TransferState.DONE and handle.untold:
             self.network.notify(handle)
-        if state is not TransferState.IN_FLIGHT and handle in self._in_flight:
-            self._in_flight.remove(handle)
-            if state is TransferState.FAILED:
-                self._failed.append(handle)
-            self._close_idle(handle.receiver)
         return state
-
-    def is_idle(self, handle: Handle) -> bool:
-        return handle not in self._failed
 
     def release(self, handle: Handle) -> None:
         if handle.state is TransferState.IN_FLIGHT or handle.released:
@@ -242,39 +244,16 @@ class MemoryTransport:
         """Transfers whose handles were not released."""
         return [posted for posted in self.posted if not posted.released]
 
-    def _fail_pending(self, peer: str) -> None:
-        for posted in [one for one in self.network.pending if (one.sender, one.receiver) == (self.name, peer)]:
-            self.network.fail(posted)
 
-    def _require(self, peer: str) -> None:
-        if peer not in self._peers.keys() - self._lost or peer not in self.network.agents:
-            raise TransportError(f"found no connection to {peer!r}")
-
-
-class MemoryGate:
-    """See `kvcached_nixl.transport.agent.WriteGate`; made by :meth:`Network.open_gate`.
-
-    Attributes:
-        is_held: `close` fails.
-        inner: the gate's agent.
-    """
+class MemoryGate(WriteGate):
+    """Made by :meth:`Network.open_gate`. ``is_held``: `close` fails."""
 
     def __init__(self, network: Network, name: str) -> None:
-        self.network = network
-        self.inner = MemoryTransport(network, name)
+        self.agent = self._agent = MemoryAgent(network, name)
+        self.network, self.name = network, name
         self.is_held = False
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    def metadata(self) -> bytes:
-        return self.inner.metadata()
-
-    def received(self) -> list[tuple[str, bytes]]:
-        return self.inner.received()
-
     def close(self) -> bool:
-        if not self.is_held and self.network.agents.get(self.name) is self.inner:
+        if not self.is_held and self.network.agents.get(self.name) is self.agent:
             self.network.kill(self.name)
         return not self.is_held

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The in-memory transport and real NIXL, for the same cases, and a wait loop for results without an event."""
+"""The in-memory transport and real NIXL, for the same cases; a free port; a wait for results without an event."""
 
 from __future__ import annotations
 
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ MEMORY_BYTES = 1 << 20
 
 @dataclass
 class Side:
-    """An agent and the memory that it registered."""
+    """An agent and the memory that it registered. ``kept``: NIXL's agent first."""
 
     transport: Transport
     memory: np.ndarray[Any, np.dtype[np.uint8]]
@@ -48,10 +49,16 @@ def nixl_side() -> Side:
 def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
     if request.param == "memory":
         network = Network(immediate=True)
-        made = [Side(network.agent(name), np.zeros(MEMORY_BYTES, dtype=np.uint8)) for name in ("one", "other")]
+        agents = [network.agent(name) for name in ("one", "other")]
+        made = [Side(one, np.zeros(MEMORY_BYTES, dtype=np.uint8), [one.agent]) for one in agents]
     else:
         made = [nixl_side(), nixl_side()]
     yield made[0], made[1]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return int(unused.getsockname()[1])
 
 
 def until(found: Callable[[], Any]) -> Any:

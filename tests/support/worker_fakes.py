@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import Settings
@@ -26,6 +27,7 @@ from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.wire.step import FetchSpec
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.decode.fencing import WriteGates
+from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.context import WorkerContext
 from kvcached_nixl.worker.transfer.ownership_tokens import (
     BUCKETS,
@@ -37,9 +39,8 @@ from kvcached_nixl.worker.transfer.ownership_tokens import (
 from kvcached_nixl.worker.transfer.slab import Slots
 from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import LocalRank
-from kvcached_nixl.worker.transfer.transfer_queue import Budget
 from support.clocks import ManualClock
-from support.digest_fakes import Copy, InTurn, StubSlab, as_bytes, digests_over
+from support.digest_fakes import Copy, InTurn, StubSlab, as_bytes, content_of
 from support.memory_transport import MemoryTransport, Network, Posted
 
 BLOCK_SIZE = 4
@@ -55,8 +56,8 @@ TOKENS = 10
 class Memory:
     """A rank's KV: ``cells[plane, block, token, head]`` of 8 bytes, and the planes that describe it."""
 
-    def __init__(self, num_heads: int = 1, first_head: int = 0, block_size: int = BLOCK_SIZE, fill: int = 0) -> None:
-        self.cells = np.full((2, NUM_BLOCKS, block_size, num_heads), fill, dtype=np.int64)
+    def __init__(self, num_heads: int = 1) -> None:
+        self.cells = np.zeros((2, NUM_BLOCKS, BLOCK_SIZE, num_heads), dtype=np.int64)
         strides = self.cells.strides
         self.planes = Planes(
             bases=tuple(int(self.cells.ctypes.data) + plane * strides[0] for plane in range(2)),
@@ -66,9 +67,9 @@ class Memory:
             head_stride_bytes=strides[3],
             cell_bytes=CELL_BYTES,
             num_blocks=NUM_BLOCKS,
-            block_size=block_size,
+            block_size=BLOCK_SIZE,
             num_heads=num_heads,
-            first_head=first_head,
+            first_head=0,
         )
 
 
@@ -140,17 +141,10 @@ class Remote:
     memory: Memory = field(default_factory=Memory)
     incarnation: str = START
     process: Process = Process()
-    kernel_blocks_per_block: int = 1
-    num_groups: int = 1
-    readers: list[int] = field(default_factory=list)
-    token_table: TokenArray = field(default_factory=lambda: np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64))
 
-    @property
-    def table(self) -> TokenTable:
-        made = TokenTable.__new__(TokenTable)
-        TokenTable.__init__(made, np.zeros_like(self.token_table))
-        made._tokens = self.token_table
-        return made
+    def __post_init__(self) -> None:
+        self.tokens: TokenArray = np.zeros((BUCKETS, TOKENS_PER_BUCKET), dtype=np.uint64)
+        self.table = TokenTable(self.tokens)
 
     def handshake(self, **changed: Any) -> RankHandshake:
         rank = RankHandshake(
@@ -159,8 +153,8 @@ class Remote:
             tp_rank=self.address.tp_rank,
             agent_metadata=self.transport.metadata(),
             device_id=0,
-            groups=(GroupMemory((self.memory.planes,), self.kernel_blocks_per_block),) * self.num_groups,
-            token_table_address=int(self.token_table.ctypes.data),
+            groups=(GroupMemory((self.memory.planes,)),),
+            token_table_address=int(self.tokens.ctypes.data),
             memory_type="DRAM",
             is_staged=False,
             weights=WEIGHTS,
@@ -185,9 +179,8 @@ class Remote:
         self.transport.send(agent, encode(message))
 
     def heard(self) -> list[Message]:
-        """Returns the messages since the last call, and keeps those that blocks are read in ``readers``."""
+        """Returns the messages since the last call, without those that blocks are read."""
         found = [decode(notification) for _, notification in self.transport.received()]
-        self.readers += [one.tp_rank for one in found if isinstance(one, Reading)]
         return [one for one in found if not isinstance(one, Reading)]
 
 
@@ -226,8 +219,8 @@ def staging_over(slots: Slots, copier: Any, *sizes: Any) -> Staging:
     return Staging(slots, StubSlab(), copier, *sizes)  # type: ignore[arg-type]
 
 
-def address(engine_id: str = "remote", *, port: int = 5601, tp_size: int = 1, tp_rank: int = 0) -> Peer:
-    return Peer(EngineId(engine_id), "10.0.0.2", port, tp_size, tp_rank)
+def address(engine_id: str = "remote", *, port: int = 5601) -> Peer:
+    return Peer(EngineId(engine_id), "10.0.0.2", port, 1, 0)
 
 
 class Listener:
@@ -236,11 +229,10 @@ class Listener:
     def __init__(self, local: Local) -> None:
         self.local = local
         self.role: Any = None
-        self.used: set[str] = set()
         self.may_write: Any = lambda agent: False
 
     def is_used(self, agent: str) -> bool:
-        return agent in self.used
+        return False
 
     def dead(self, agent: str) -> None:
         self.local.dead.append(agent)
@@ -257,66 +249,50 @@ class Listener:
 
 
 class Local:
-    """One rank's `WorkerContext`, and everything that it needs."""
+    """One rank's `WorkerContext`, and everything that it needs. ``clock``: in place of the one that the test moves."""
 
     def __init__(
         self,
-        network: Network | None = None,
         *,
+        mode: TransferMode = TransferMode.PULL,
+        clock: Clock | None = None,
         tp_size: int = 1,
         tp_rank: int = 0,
-        kv_shares: int = MAX_TP_SIZE,
-        kernel_blocks_per_block: int = 1,
-        num_groups: int = 1,
         memory: Memory | None = None,
-        budget: Budget | None = None,
-        token_buffers: int = BUFFERS,
-        verify_fraction: float = 0.0,
     ) -> None:
         self.remotes: list[Remote] = []
-        self.network = Network() if network is None else network
+        self.network = Network()
         self.clock = ManualClock(1000.0)
         self.transport = self.network.agent("local")
         self.asking = Asking()
         self.memory = Memory() if memory is None else memory
-        group = GroupMemory((self.memory.planes,), kernel_blocks_per_block)
-        place = LocalRank(EngineId("local"), tp_size, tp_rank, (group,) * num_groups, kv_shares)
+        groups = (GroupMemory((self.memory.planes,)),)
         self.dead: list[str] = []
         self.unreachable: list[str] = []
-        self.woken = 0
         self.host = KnownHost()
-        tokens: TokenArray = np.zeros((BUCKETS + token_buffers, TOKENS_PER_BUCKET), dtype=np.uint64)
-        self.token_rows = tokens[BUCKETS:]
+        tokens: TokenArray = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
         self.awaiting_checksum = InTurn()
-        checksums = digests_over(
-            self.memory.planes, as_bytes(self.memory.cells), verify_fraction, self.awaiting_checksum, num_groups
-        )
-        self.gates = WriteGates(lambda: self.network.open_gate("local"), self.awaiting_checksum, self.clock)
-        wake: Any = SimpleNamespace(set=self._wake)
-        own = Peer(EngineId("local"), "10.0.0.1", 5600, tp_size, tp_rank)
+        content = content_of(self.memory.planes, as_bytes(self.memory.cells))
+        used: Any = self.clock if clock is None else clock
+        self.gates = WriteGates(lambda: self.network.open_gate("local"), self.awaiting_checksum, used)
         self.side = WorkerContext(
-            Settings(TransferMode.PULL),
-            self.clock,
+            Settings(mode),
+            used,
             self.asking,
-            wake,
+            threading.Event(),
             self.transport,
-            place,
+            LocalRank(EngineId("local"), tp_size, tp_rank, groups, MAX_TP_SIZE),
             tokens,
             TAG,
-            checksums,
+            Checksums(content, content, self.awaiting_checksum, 0.0),
             self.host,
-            own=own,
+            own=Peer(EngineId("local"), "10.0.0.1", 5600, tp_size, tp_rank),
         )
         self.peers, self.gate_connections = self.side.peers, self.side.gate_connections
         self.transfer_queue = self.side.transfer_queue
-        if budget is not None:
-            self.transfer_queue.budget = budget
         self.listener = Listener(self)
         self.peers.listen(self.listener)
         self.side.incarnation, self.side.weights = START, WEIGHTS
-
-    def _wake(self) -> None:
-        self.woken += 1
 
     def remote(self, name: str = "remote", *, is_answering: bool = True, **more: Any) -> Remote:
         """Creates a rank of another engine. Unless ``is_answering`` is False it answers handshakes at once."""
@@ -360,35 +336,24 @@ def manifest(
     return msgspec.structs.replace(made, **changed)
 
 
-def wanted(
-    attempt: int = 1,
-    made: Manifest | None = None,
-    *,
-    blocks: tuple[int, ...] = (7, 3, 9),
-    first_token: int = 0,
-    end_token: int = TOKENS,
-    tp_size: int = 1,
-    engine_id: str = "remote",
-    name: str = "transfer:t",
-) -> FetchSpec:
+def wanted(attempt: int = 1, made: Manifest | None = None, *, engine_id: str = "remote") -> FetchSpec:
     return FetchSpec(
         attempt,
         DecodeRequestId(f"d{attempt}"),
-        RemotePrefill(engine_id, "10.0.0.2", 5601, tp_size),
+        RemotePrefill(engine_id, "10.0.0.2", 5601, 1),
         made,
-        name,
+        "transfer:t",
         DIGEST,
-        end_token if made is None else made.num_tokens,
-        first_token,
-        end_token,
-        (BlockRange(first_token, blocks),),
+        TOKENS if made is None else made.num_tokens,
+        0,
+        TOKENS,
+        (BlockRange(0, (7, 3, 9)),),
     )
 
 
 def registration(attempt: int = 1, decode: Peer | None = None, **changed: Any) -> Registration:
     made = Registration(
         attempt=attempt,
-        decode_request_id=DecodeRequestId(f"d{attempt}"),
         decode=address() if decode is None else decode,
         incarnation=START,
         name="transfer:t",

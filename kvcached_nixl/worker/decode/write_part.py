@@ -342,7 +342,6 @@ class WritePart(Part):
             blocks = tuple(KernelBlockRange(one.first_token, ()) for one in blocks)
         return Registration(
             attempt=spec.attempt,
-            decode_request_id=spec.request_id,
             decode=own,
             incarnation=known.incarnation,
             name=spec.name,

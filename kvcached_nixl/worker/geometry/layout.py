@@ -296,13 +296,9 @@ def group_memory(
     ``share_of``: number of KV heads that a layer has on this rank -> which of the model's heads they are; 0 stands for
     layers that keep a state. Raises `LayoutRefused` as `planes_of`.
     """
-    views = _views(layout, layers)
+    # In the order in which both sides list their planes.
+    views = {layer: view for layer, view in layout.device_views.items() if layer in layers}
     if all(layer in layout.state_bytes for layer in views):
         whole = state_planes(views, layout.state_bytes, share_of(0).first_head)
         return GroupMemory(whole, parts=part_planes(views, layout.state_parts))
     return GroupMemory(planes_of(views, layout.axes, share_of), kernel_blocks_per_block)
-
-
-def _views(layout: Layout, layers: Collection[str]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of these layers, in the order in which both sides list their planes."""
-    return {layer: view for layer, view in layout.device_views.items() if layer in layers}

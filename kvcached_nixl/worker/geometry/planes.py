@@ -88,7 +88,8 @@ def planes_of(
 
 
 def _kind(cache: torch.Tensor, axes: Axes, share_of: Callable[[int], HeadShare]) -> dict[str, Any]:
-    element, cell_bytes = cache.element_size(), cell_bytes_of(cache)
+    element = cache.element_size()
+    cell_bytes = int(cache.shape[-1] * element)
     num_heads = 1 if axes.head is None else cache.shape[axes.head]
     return {
         "block_stride_bytes": cache.stride(0) * element,
@@ -100,10 +101,6 @@ def _kind(cache: torch.Tensor, axes: Axes, share_of: Callable[[int], HeadShare])
         "num_heads": num_heads,
         **share_of(num_heads)._asdict(),
     }
-
-
-def cell_bytes_of(cache: torch.Tensor) -> int:
-    return int(cache.shape[-1] * cache.element_size())
 
 
 class StatePart(NamedTuple):

@@ -60,7 +60,7 @@ class LocalRank:
         Raises `ValueError` as `contributors`."""
         if self.pp_size > 1:
             raise ValueError("decode has pipeline stages; expected --pipeline-parallel-size 1 on decode servers")
-        found = contributors(prefill, tp_rank=self.tp_rank, tp_size=self.tp_size, kv_shares=self.kv_shares)
+        found = contributors(prefill.tp_size, self.tp_rank, self.tp_size, self.kv_shares)
         where, stages = (EngineId(prefill.engine_id), prefill.host, prefill.port), range(prefill.pp_size)
         writers, others = (
             tuple(Peer(*where, prefill.tp_size, rank, prefill.pp_size, stage) for stage in stages for rank in ranks)
@@ -143,7 +143,7 @@ def kernel_blocks_of(ranges: Sequence[BlockRange], groups: Sequence[GroupMemory]
 
 
 def contributors(
-    prefill: RemotePrefill, *, tp_rank: int, tp_size: int, kv_shares: int
+    prefill_size: int, tp_rank: int, tp_size: int, kv_shares: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """As `LocalRank.contributors`, by number.
 
@@ -151,18 +151,10 @@ def contributors(
     that hold copies of the same KV, which lie side by side, one is enough: the bytes of two may differ in their last
     bits, where each rank rounds its own sums. Raises `ValueError`: neither tensor-parallel size divides the other.
     """
-    if prefill.tp_size <= tp_size and tp_size % prefill.tp_size == 0:
-        return (tp_rank // (tp_size // prefill.tp_size),), ()
-    if prefill.tp_size % tp_size or prefill.tp_size > MAX_TP_SIZE:
-        raise ValueError(f"prefill's tensor-parallel size {prefill.tp_size} and decode's {tp_size} do not divide")
-    return _of_more_ranks(prefill.tp_size, tp_rank, tp_size, kv_shares)
-
-
-def _of_more_ranks(
-    prefill_size: int, tp_rank: int, tp_size: int, kv_shares: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As `contributors`, where prefill has more ranks: the first of those that hold copies of the same KV, and the
-    others."""
+    if prefill_size <= tp_size and tp_size % prefill_size == 0:
+        return (tp_rank // (tp_size // prefill_size),), ()
+    if prefill_size % tp_size or prefill_size > MAX_TP_SIZE:
+        raise ValueError(f"prefill's tensor-parallel size {prefill_size} and decode's {tp_size} do not divide")
     part = prefill_size // tp_size
     ranks = range(tp_rank * part, (tp_rank + 1) * part)
     copies = 1 if prefill_size % kv_shares else prefill_size // kv_shares
@@ -232,7 +224,7 @@ def _uncovered(local: LocalRank, rank: RankHandshake) -> str:
     rank moves; or the ranks of a peer with more ranks do not hold all that this rank needs. "" if in none."""
     writers: tuple[int, ...] = ()
     if rank.tp_size > local.tp_size:
-        writers, _ = _of_more_ranks(rank.tp_size, local.tp_rank, local.tp_size, local.kv_shares)
+        writers, _ = contributors(rank.tp_size, local.tp_rank, local.tp_size, local.kv_shares)
     for place, groups in enumerate(zip(local.groups, rank.groups, strict=True)):
         for here, there in zip(*exchanged(*groups), strict=True):
             # The engine with more ranks has as many copies, or more.

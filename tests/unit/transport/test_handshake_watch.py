@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 
 import pytest
+from support.transports import free_port
 
 from kvcached_nixl.side_channel_address import Endpoint
 from kvcached_nixl.transport import side_channel
 from kvcached_nixl.transport.listener import Listener
 from kvcached_nixl.transport.side_channel import HandshakeWatch, SideChannel
 from kvcached_nixl.wire.handshake import Answers
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class Told:

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from support.transports import free_port
 
 from kvcached_nixl.transport import listener as listening
 from kvcached_nixl.transport import side_channel as module
+from kvcached_nixl.transport.side_channel import SideChannel
 
 JOIN_SECONDS = 20.0
 POLL_MS = 20
@@ -79,22 +81,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def channel() -> Iterator[Callable[..., module.SideChannel]]:
-    """channel(): one that is closed when the test ends."""
-    made: list[module.SideChannel] = []
-
-    def make() -> module.SideChannel:
-        made.append(module.SideChannel())
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        return int(unused.getsockname()[1])
+def channel() -> Iterator[SideChannel]:
+    one = SideChannel()
+    yield one
+    one.close()
 
 
 # --------------------------------------------------------------------------------------------------------------- asking
@@ -102,13 +92,12 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("further", [[], [CLOCK]], ids=["one frame", "with the clock"])
 def test_a_rank_is_asked_for_as_vllm_expects_it(
-    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel], further: list[bytes]
+    listen: Callable[..., Stock], channel: SideChannel, further: list[bytes]
 ) -> None:
     """By its pipeline stage and its rank; the listener's clock behind the answer is not needed."""
     listener = listen([msgspec.msgpack.encode(REPLY), *further])
-    asking = channel()
-    assert asking.ask("127.0.0.1", listener.port, 3).result(JOIN_SECONDS) == ("abc", METADATA)
-    assert asking.ask("127.0.0.1", listener.port, 3).result(JOIN_SECONDS) == ("abc", METADATA)
+    assert channel.ask("127.0.0.1", listener.port, 3).result(JOIN_SECONDS) == ("abc", METADATA)
+    assert channel.ask("127.0.0.1", listener.port, 3).result(JOIN_SECONDS) == ("abc", METADATA)
     assert listener.asked == [[ASK, 0, 3]] * 2
 
 
@@ -134,7 +123,7 @@ def named(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_an_address_that_does_not_answer_may_be_the_one_that_lives(
-    channel: Callable[..., module.SideChannel], monkeypatch: pytest.MonkeyPatch
+    channel: SideChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def connect(address: str, port: int) -> Any:
         if address == "127.0.0.2":
@@ -144,52 +133,48 @@ def test_an_address_that_does_not_answer_may_be_the_one_that_lives(
     named(monkeypatch, peer=["127.0.0.1", "127.0.0.2"])
     monkeypatch.setattr(asyncio, "open_connection", connect)
     with pytest.raises(TimeoutError, match=r"no connection to 127\.0\.0\.2"):
-        channel().ask("peer", free_port(), 0).result(JOIN_SECONDS)
+        channel.ask("peer", free_port(), 0).result(JOIN_SECONDS)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_names_that_nobody_knows_hold_up_no_other_name(
-    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel], monkeypatch: pytest.MonkeyPatch
+    listen: Callable[..., Stock], channel: SideChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look-up cannot be called back; and one that has once succeeded serves when the next one does not."""
-    listener, one = listen([msgspec.msgpack.encode(REPLY)]), channel()
+    listener = listen([msgspec.msgpack.encode(REPLY)])
     named(monkeypatch, peer=["127.0.0.1"])
-    lost = [one.ask(f"lost-{number}", listener.port, 0) for number in range(module._LOOKED_UP_AT_ONCE - 1)]
-    assert one.ask("peer", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+    lost = [channel.ask(f"lost-{number}", listener.port, 0) for number in range(module._LOOKED_UP_AT_ONCE - 1)]
+    assert channel.ask("peer", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
     named(monkeypatch)
-    assert one.ask("peer", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+    assert channel.ask("peer", listener.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
     for future in lost:
         with pytest.raises(OSError, match="no address of lost-"):
             future.result(JOIN_SECONDS)
 
 
-def test_nobody_listens(channel: Callable[..., module.SideChannel]) -> None:
+def test_nobody_listens(channel: SideChannel) -> None:
     """Reported at once and with this error only, because it means that the peer has ended."""
     with pytest.raises(ConnectionRefusedError):
-        channel().ask("127.0.0.1", free_port(), 0).result(JOIN_SECONDS)
+        channel.ask("127.0.0.1", free_port(), 0).result(JOIN_SECONDS)
 
 
 @pytest.mark.parametrize(
     "host", ["no such host", "a\0b", "x" * 300, "\ud800", "*", "127.0.0.1;tcp://127.0.0.1", "", "."]
 )
-def test_an_address_that_is_none_is_an_error_and_nobody_is_gone(
-    channel: Callable[..., module.SideChannel], host: str
-) -> None:
+def test_an_address_that_is_none_is_an_error_and_nobody_is_gone(channel: SideChannel, host: str) -> None:
     """Whatever a client writes into ``remote_host``; these errors are the ones that `Peers` takes in."""
     with pytest.raises((OSError, ValueError)) as raised:
-        channel().ask(host, free_port(), 0).result(JOIN_SECONDS)
+        channel.ask(host, free_port(), 0).result(JOIN_SECONDS)
     # Asyncio takes an empty name for this machine.
     assert not isinstance(raised.value, ConnectionRefusedError) or host == ""
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_listener_that_keeps_silent_is_not_waited_for(
-    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel]
-) -> None:
+def test_a_listener_that_keeps_silent_is_not_waited_for(listen: Callable[..., Stock], channel: SideChannel) -> None:
     """It is alive, so this is no refusal."""
     listener = listen(None)
     with pytest.raises(TimeoutError, match=rf"127\.0\.0\.1:{listener.port} does not answer within 0\.2 s") as raised:
-        channel().ask("127.0.0.1", listener.port, 1).result(JOIN_SECONDS)
+        channel.ask("127.0.0.1", listener.port, 1).result(JOIN_SECONDS)
     assert isinstance(raised.value, OSError) and not isinstance(raised.value, ConnectionRefusedError)
     assert listener.asked == [[ASK, 0, 1]]
 
@@ -207,29 +192,26 @@ def test_a_listener_that_keeps_silent_is_not_waited_for(
     ids=["empty", "rubbish", "half", "number", "nested", "no text"],
 )
 def test_an_answer_that_is_none_is_an_error_of_its_own(
-    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel], frame: bytes
+    listen: Callable[..., Stock], channel: SideChannel, frame: bytes
 ) -> None:
     """It is neither a refusal nor a timeout: another program's socket may be there."""
     listener = listen([frame])
     with pytest.raises(ValueError, match="the answer of the side channel at .* cannot be read"):
-        channel().ask("127.0.0.1", listener.port, 0).result(JOIN_SECONDS)
+        channel.ask("127.0.0.1", listener.port, 0).result(JOIN_SECONDS)
 
 
-def test_many_that_do_not_answer_hold_up_nobody(
-    listen: Callable[..., Stock], channel: Callable[..., module.SideChannel]
-) -> None:
+def test_many_that_do_not_answer_hold_up_nobody(listen: Callable[..., Stock], channel: SideChannel) -> None:
     """C5: eight black holes occupied the pool of handshakes for 50 s."""
     silent, sound = listen(None), listen([msgspec.msgpack.encode(REPLY)])
-    asking = channel()
-    waiting = [asking.ask("127.0.0.1", silent.port, 0) for _ in range(100)]
-    assert asking.ask("127.0.0.1", sound.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
+    waiting = [channel.ask("127.0.0.1", silent.port, 0) for _ in range(100)]
+    assert channel.ask("127.0.0.1", sound.port, 0).result(JOIN_SECONDS) == ("abc", METADATA)
     assert not any(future.done() for future in waiting)
 
 
 def test_closing_waits_for_no_answer(listen: Callable[..., Stock]) -> None:
     """Open questions are not answered any more, and their callers get an error."""
     silent = listen(None)
-    asking = module.SideChannel()
+    asking = SideChannel()
     waiting = [asking.ask("127.0.0.1", silent.port, 0) for _ in range(5)]
     begun = time.monotonic()
     asking.close()
@@ -246,16 +228,15 @@ def test_closing_waits_for_no_answer(listen: Callable[..., Stock]) -> None:
 class Own:
     """Our `Listener`, and a peer's socket to it."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self) -> None:
         self.woken = threading.Event()
-        self.host, self.port = host, free_port()
+        self.port = free_port()
         answers = {(0, 0): ("tag 0", b"rank 0"), (0, 1): ("tag 1", b"rank 1"), (1, 0): ("tag 0", b"stage 1")}
-        self.listener = listening.Listener([host], self.port, answers, self.woken.set, "key")
+        self.listener = listening.Listener(["127.0.0.1"], self.port, answers, self.woken.set, "key")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.connect(module.url(host, self.port))
+        self._socket.connect(module.url("127.0.0.1", self.port))
 
     def say(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
@@ -360,30 +341,14 @@ def test_a_message_without_end_is_not_taken_in(own: Own) -> None:
         assert other.poll(JOIN_SECONDS * 1000)
 
 
-def test_its_own_workers_wake_it(own: Own, channel: Callable[..., module.SideChannel]) -> None:
+def test_its_own_workers_wake_it(own: Own, channel: SideChannel) -> None:
     """With the key; again and again, over one connection."""
-    waking = channel()
-    waking.wake("127.0.0.1", own.port, "yek")
+    channel.wake("127.0.0.1", own.port, "yek")
     for _ in range(3):
-        waking.wake("127.0.0.1", own.port, "key")
+        channel.wake("127.0.0.1", own.port, "key")
         assert own.woken.wait(JOIN_SECONDS)
         own.woken.clear()
-    assert len(waking._own) == 1
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-def test_it_listens_at_the_sixth_version(
-    monkeypatch: pytest.MonkeyPatch, channel: Callable[..., module.SideChannel]
-) -> None:
-    monkeypatch.setattr(listening, "_WATCH_SECONDS", 0.02)
-    made = Own("::1")
-    try:
-        asking = channel()
-        assert asking.ask("::1", made.port, 0).result(JOIN_SECONDS) == ("tag 0", b"rank 0")
-        asking.wake("::1", made.port, "key")
-        assert made.woken.wait(JOIN_SECONDS)
-    finally:
-        made.close()
+    assert len(channel._own) == 1
 
 
 @pytest.mark.parametrize(
@@ -400,22 +365,22 @@ def test_it_listens_at_the_sixth_version(
     ids=["both", "one is another host's", "both versions"],
 )
 def test_it_listens_at_each_address_of_a_name_that_this_host_has(
-    addresses: list[str],
-    reached: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    channel: Callable[..., module.SideChannel],
+    addresses: list[str], reached: list[str], monkeypatch: pytest.MonkeyPatch, channel: SideChannel
 ) -> None:
     monkeypatch.setattr(listening, "_WATCH_SECONDS", 0.02)
-    port = free_port()
-    listener = listening.Listener(addresses, port, {(0, 0): ("tag", b"rank")}, lambda: None, "key")
+    port, woken = free_port(), threading.Event()
+    listener = listening.Listener(addresses, port, {(0, 0): ("tag", b"rank")}, woken.set, "key")
     try:
-        asking = channel()
-        assert [asking.ask(one, port, 0).result(JOIN_SECONDS) for one in reached] == [("tag", b"rank")] * len(reached)
+        for one in reached:
+            assert channel.ask(one, port, 0).result(JOIN_SECONDS) == ("tag", b"rank")
+            channel.wake(one, port, "key")
+            assert woken.wait(JOIN_SECONDS)
+            woken.clear()
     finally:
         listener.close()
 
 
-def test_when_it_is_closed_nobody_listens(own: Own, channel: Callable[..., module.SideChannel]) -> None:
+def test_when_it_is_closed_nobody_listens(own: Own, channel: SideChannel) -> None:
     own.listener.close()
     with pytest.raises(ConnectionRefusedError):
-        channel().ask("127.0.0.1", own.port, 0).result(JOIN_SECONDS)
+        channel.ask("127.0.0.1", own.port, 0).result(JOIN_SECONDS)

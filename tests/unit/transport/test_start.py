@@ -15,7 +15,7 @@ from unittest import mock
 import msgspec
 import psutil
 import pytest
-from support.transports import until
+from support.transports import free_port, until
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.ids import EngineId
@@ -36,16 +36,11 @@ def answers(engine: str, incarnation: str = "0" * 16, tp_rank: int = 0) -> Answe
         Weights(), Process(), 1, 0,
     )  # fmt: skip
     told = msgspec.msgpack.encode(Answer(incarnation, msgspec.msgpack.encode(rank)))
-    return {(0, tp_rank): ("kvcached_nixl/15 pull [vLLM 0.28.0]", told)}
+    return {(0, tp_rank): ("kvcached_nixl/16 pull [vLLM 0.28.0]", told)}
 
 
 OWN = answers("own")
 Start = Callable[[SideChannelAddress], "Channel"]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        return int(unused.getsockname()[1])
 
 
 def address(bound: str = "127.0.0.1", port: int = 0, advertised: str = "", to: int = 0) -> SideChannelAddress:

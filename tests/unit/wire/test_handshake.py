@@ -47,11 +47,11 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_the_tag_of_protocol_15_is_these_words() -> None:
+def test_the_tag_of_protocol_16_is_these_words() -> None:
     """Golden: a change of this text is a change of protocol."""
-    assert PROTOCOL == 15
+    assert PROTOCOL == 16
     assert str(TAG) == (
-        "kvcached_nixl/15 pull [vLLM 0.28.0; model m; dtype bf16; group 0: cells of 128 bytes and cells of 64 bytes, "
+        "kvcached_nixl/16 pull [vLLM 0.28.0; model m; dtype bf16; group 0: cells of 128 bytes and cells of 64 bytes, "
         "group 1: cells of 32 bytes]"
     )
 
@@ -236,7 +236,7 @@ def test_what_differs_between_two_engines_is_said_and_nothing_else() -> None:
     assert differences(str(other), str(TAG)) == "found dtype fp8; expected dtype bf16"
     several = msgspec.structs.replace(other, mode="push")
     assert differences(str(several), str(TAG)) == (
-        "found dtype fp8, kvcached_nixl/15 push; expected dtype bf16, kvcached_nixl/15 pull"
+        "found dtype fp8, kvcached_nixl/16 push; expected dtype bf16, kvcached_nixl/16 pull"
     )
     more = msgspec.structs.replace(TAG, facts=(*TAG.facts, ("spec", "eagle")))
     assert differences(str(more), str(TAG)) == "found spec eagle; expected nothing"

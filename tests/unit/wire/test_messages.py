@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.codecs import each, fuzz, plain_id
 
-from kvcached_nixl.ids import DecodeRequestId, EngineId
+from kvcached_nixl.ids import EngineId
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.manifest import PROTOCOL, Manifest
 from kvcached_nixl.wire.messages import (
@@ -41,7 +41,7 @@ DIGEST = "0123456789abcdef" * 2
 PEER = Peer(EngineId("engine"), "127.0.0.1", 5600, 2, 1)
 MANIFEST = Manifest(PROTOCOL, "0" * 16, "p-1", DIGEST, 97, (32,), (1, 1), (), 30.0, 0)
 REGISTRATION = Registration(
-    attempt=7, decode_request_id=DecodeRequestId("d-1"), decode=PEER, incarnation="0" * 16, name="transfer:t",
+    attempt=7, decode=PEER, incarnation="0" * 16, name="transfer:t",
     request_id="p-1", digest=DIGEST, num_tokens=98, first_token=32, end_token=97, block_sizes=(32, 32),
     groups=(KernelBlockRange(32, (3, 9, 4)), KernelBlockRange(64, (2**31 - 1, 5))),
 )  # fmt: skip
@@ -182,7 +182,7 @@ BOUNDS: list[tuple[Message, list[dict[str, Any]]]] = [
                 decode=[peer(), peer(engine_id="e" * 1024), peer(host="h" * 1024)],
             ),
             {"decode": peer(port=65535, tp_size=1024, tp_rank=1023)},
-            {"name": "", "request_id": "", "decode_request_id": ""},
+            {"name": "", "request_id": ""},
             {"first_token": 0, "end_token": 1},
             {"groups": NO_BLOCKS, "is_staged": True, "is_verified": True},
         ],

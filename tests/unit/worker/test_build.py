@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,13 +11,13 @@ import torch
 from support.engine_fakes import grown
 from support.kvcached_memory import Geometry
 from support.memory_transport import Network
-from support.worker_fakes import DIGEST, TOKENS, manifest
+from support.worker_fakes import DIGEST, TOKENS, WEIGHTS, Asking, manifest
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
-from kvcached_nixl.wire.handshake import RankHandshake, Tensors, Weights, read_rank
+from kvcached_nixl.wire.handshake import RankHandshake, read_rank
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import OfferUpdate, Step, WakeAddress
 from kvcached_nixl.worker.facade import Device, WorkerFacade, build_worker
@@ -43,9 +42,6 @@ class Agent:
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         return {}
-
-
-WEIGHTS = Weights(Tensors("1" * 32, "2" * 32), files="3" * 32)
 
 
 class Stock:
@@ -76,20 +72,6 @@ class Stock:
         self.offered = compatibility, read_rank(metadata)
 
 
-class Channel:
-    def __init__(self) -> None:
-        self.is_closed = False
-
-    def ask(self, host: str, port: int, tp_rank: int, pp_rank: int = 0) -> Future[tuple[str, bytes]]:
-        raise AssertionError("nobody is to be asked")
-
-    def wake(self, host: str, port: int, key: str) -> None:
-        raise AssertionError("nothing has ended")
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 def registered(geometry: Geometry, **fields: Any) -> Registered:
     caches, _ = geometry.allocate()
     layout = geometry.layout(caches)
@@ -110,8 +92,8 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return opened
 
 
-def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.PULL) -> tuple[WorkerFacade, Channel]:
-    channel = Channel()
+def started(stock: Stock, geometry: Geometry, mode: TransferMode = TransferMode.PULL) -> tuple[WorkerFacade, Asking]:
+    channel = Asking()
     side = build_worker(stock, registered(geometry), Settings(mode), channel, Clock())
     side.identify(WEIGHTS)
     side.close()
@@ -143,7 +125,7 @@ def test_there_is_a_gate_where_others_write(mode: TransferMode, gates: list[tupl
     """A push opens a gate to the registered memory; a pull needs none."""
     geometry = Geometry(num_pools=2)
     found = registered(geometry, extents=((4096, 8192),), device_id=3)
-    build_worker(Stock(), found, Settings(mode), Channel(), Clock()).close()
+    build_worker(Stock(), found, Settings(mode), Asking(), Clock()).close()
     expected = (("UCX",), ((4096, 8192),), "DRAM", 3)
     assert gates == ([expected] if mode is TransferMode.PUSH else [])
 
@@ -153,7 +135,7 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
     side, channel = started(stock, Geometry(num_pools=2))
     assert stock.offered is not None
     tag, rank = stock.offered
-    assert tag == "kvcached_nixl/15 pull [vLLM 0.28.0; model m; group 0: cells of 16 bytes]"
+    assert tag == "kvcached_nixl/16 pull [vLLM 0.28.0; model m; group 0: cells of 16 bytes]"
     assert (rank.engine_id, rank.tp_size, rank.tp_rank, rank.device_id) == ("e", 2, 1, 3)
     assert rank.agent_metadata == b"\x00nixl"
     (group,) = rank.groups
@@ -174,43 +156,28 @@ def test_peers_are_told_where_this_rank_keeps_what() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "geometry", "mode"),
+    ("changed", "geometry", "mode", "is_equal"),
     [
-        ({"facts": (("vLLM", "0.28.0"), ("model", "n"))}, Geometry(num_pools=2), TransferMode.PULL),
-        ({}, Geometry(num_pools=2), TransferMode.PUSH),
-        ({}, Geometry(num_pools=2, head_size=4), TransferMode.PULL),
-        ({}, Geometry(num_pools=2, dtype=torch.float32), TransferMode.PULL),
+        ({"facts": (("vLLM", "0.28.0"), ("model", "n"))}, {}, TransferMode.PULL, False),
+        ({}, {}, TransferMode.PUSH, False),
+        ({}, {"head_size": 4}, TransferMode.PULL, False),
+        ({}, {"dtype": torch.float32}, TransferMode.PULL, False),
+        ({}, {"contiguous": True}, TransferMode.PULL, True),
+        ({}, {"block_size": 8}, TransferMode.PULL, True),
+        ({}, {"num_kv_heads": 2}, TransferMode.PULL, True),
+        ({}, {"num_blocks": 3}, TransferMode.PULL, True),
     ],
-    ids=["model", "direction", "head size", "type"],
+    ids=["model", "direction", "head size", "type", "arrangement", "block size", "share of the heads", "blocks"],
 )
-def test_whatever_bytes_mean_is_in_the_tag(changed: dict[str, Any], geometry: Geometry, mode: TransferMode) -> None:
+def test_whatever_bytes_mean_is_in_the_tag_and_where_they_lie_is_not(
+    changed: dict[str, Any], geometry: dict[str, Any], mode: TransferMode, is_equal: bool
+) -> None:
+    """Unequal tensor-parallel and block sizes are served."""
     plain, other = Stock(), Stock(**changed)
     started(plain, Geometry(num_pools=2))
-    started(other, geometry, mode)
+    started(other, Geometry(num_pools=2, **geometry), mode)
     assert plain.offered is not None and other.offered is not None
-    assert plain.offered[0] != other.offered[0]
-
-
-def test_where_kvcached_has_put_the_bytes_is_not_in_the_tag() -> None:
-    plain, other = Stock(), Stock()
-    started(plain, Geometry(num_pools=2))
-    started(other, Geometry(num_pools=2, contiguous=True))
-    assert plain.offered is not None and other.offered is not None
-    assert plain.offered[0] == other.offered[0]
-
-
-@pytest.mark.parametrize(
-    "geometry",
-    [Geometry(num_pools=2, block_size=8), Geometry(num_pools=2, num_kv_heads=2), Geometry(num_pools=2, num_blocks=3)],
-    ids=["block size", "share of the heads", "blocks"],
-)
-def test_what_positions_make_up_for_is_not(geometry: Geometry) -> None:
-    """Unequal tensor-parallel and block sizes are served."""
-    plain, other = Stock(), Stock()
-    started(plain, Geometry(num_pools=2))
-    started(other, geometry)
-    assert plain.offered is not None and other.offered is not None
-    assert plain.offered[0] == other.offered[0]
+    assert (plain.offered[0] == other.offered[0]) is is_equal
 
 
 def test_another_device_is_asked_by_an_event(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,18 +129,6 @@ def test_a_step_that_is_told_twice_begins_once() -> None:
     assert kinds(worker.thread.take()) == [OfferUpdate]
 
 
-@pytest.mark.parametrize("is_told_before", [True, False])
-def test_a_step_that_is_told_behind_the_forward_pass_is_offered(is_told_before: bool) -> None:
-    """Another connector around this one may pass on only the call after the forward pass."""
-    worker = Worker()
-    one = step(offered(), is_idle=False)
-    if is_told_before:
-        worker.side.begin_step(one)
-    worker.side.begin_step(one)
-    worker.side.end_step()
-    assert kinds(worker.thread.take()) == [OfferUpdate]
-
-
 def test_where_vllm_zeroes_blocks_they_are_begun_after_that() -> None:
     """Rule R8: vLLM 0.29 begins a step before it zeroes blocks; and a step may raise before it has."""
     worker = Worker(zeroes_blocks=True)

@@ -8,84 +8,39 @@ import time
 import typing
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.clocks import ManualClock
 from support.codecs import plain_id
-from support.digest_fakes import InTurn, as_bytes, digests_over
 from support.engine_fakes import grown
-from support.internals import receiver_of, registry_of, waiting_for_device
-from support.memory_transport import MemoryTransport
-from support.worker_fakes import (
-    DIGEST,
-    START,
-    TAG,
-    TOKENS,
-    WEIGHTS,
-    Asking,
-    Memory,
-    Network,
-    Remote,
-    address,
-    manifest,
-    registration,
-    wanted,
-)
+from support.internals import receiver_of, registry_of
+from support.worker_fakes import DIGEST, START, TOKENS, WEIGHTS, Local, manifest, registration, wanted
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
-from kvcached_nixl.processes import Host
-from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
-from kvcached_nixl.wire.checked import MAX_TP_SIZE
-from kvcached_nixl.wire.handshake import Process, Weights
-from kvcached_nixl.wire.messages import (
-    PREFIX,
-    Message,
-    Peer,
-    Reading,
-    Registration,
-    Release,
-    Stopped,
-    decode,
-    encode,
-    heartbeats,
-)
+from kvcached_nixl.wire.messages import PREFIX, Message, Peer, Reading, Release, Stopped, encode, heartbeats
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.step import (
     ORDER,
     Finish,
     LeaseRenewal,
     OfferUpdate,
-    Preempt,
     Report,
     Revocation,
     Revoke,
-    Stop,
     WakeAddress,
     Withdraw,
 )
 from kvcached_nixl.worker import transfer_thread as thread
-from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, assemble
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.prefill.writer import Writer
-from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET
-from kvcached_nixl.worker.transfer.topology import LocalRank
 from kvcached_nixl.worker.transfer.transfer_queue import MOVING_SECONDS
-from kvcached_nixl.worker.transfer_thread import (
-    COMPUTING_POLL_SECONDS,
-    IDLE_POLL_SECONDS,
-    POLL_SECONDS,
-    TransferThread,
-)
+from kvcached_nixl.worker.transfer_thread import COMPUTING_POLL_SECONDS, IDLE_POLL_SECONDS, POLL_SECONDS
 
 P1 = PrefillRequestId("p-1")
 MANIFEST = manifest(17, 13, 19)
@@ -108,55 +63,26 @@ def writable(attempts: tuple[int, ...], is_reached: Any) -> thread.Reached:
     return thread.Reached(thread.BlocksWritable(attempts), is_reached)
 
 
-class Worker:
-    """All parts of one worker; `turn` is the transfer thread's, called by the test."""
+class Worker(Local):
+    """All parts of one worker; its thread's `turn` is called by the test."""
 
-    def __init__(self, mode: TransferMode = TransferMode.PULL, clock: Clock | None = None, **settings: Any) -> None:
-        self.network = Network()
-        self.clock = ManualClock(1000.0)
-        self.transport: MemoryTransport = self.network.agent("local")
-        self.asking = Asking()
-        self.offered: list[Weights] = []
-        self.memory = Memory()
-        self.reason = np.zeros((BUCKETS + BUFFERS, TOKENS_PER_BUCKET), dtype=np.uint64)
-        place = LocalRank(EngineId("local"), 1, 0, (GroupMemory((self.memory.planes,)),), MAX_TP_SIZE)
-        context = self.context = WorkerContext(
-            Settings(mode, **settings),
-            self.clock if clock is None else clock,
-            self.asking,  # type: ignore[arg-type]
-            threading.Event(),
-            self.transport,
-            place,
-            self.reason,
-            TAG,
-            digests_over(self.memory.planes, as_bytes(self.memory.cells)),
-            Host(Process(), "DRAM"),
-        )
-        gates = WriteGates(lambda: self.network.open_gate("local"), InTurn(), context.clock)  # type: ignore[arg-type]
-        self.side = assemble(context, Device(torch.device("cpu")), self.offered.append, gates)
-        self.thread: TransferThread = self.side.thread
+    def __init__(self, mode: TransferMode = TransferMode.PULL, clock: Clock | None = None) -> None:
+        super().__init__(mode=mode, clock=clock)
+        self.facade = assemble(self.side, Device(torch.device("cpu")), lambda weights: None, self.gates)
+        self.thread = self.facade.thread
         self.thread.submit(thread.LocalIdentity(OWN, WAKE, START))
-        self.side.identify(WEIGHTS)
+        self.facade.identify(WEIGHTS)
 
-    def remote(self, name: str = "remote", **more: Any) -> Remote:
-        where = more.pop("address", None) or address(name)
-        made = Remote(where, self.network.agent(f"{name}-{where.tp_rank}"), **more)
-        self.asking.answers[made.place] = made.answer()
-        return made
-
-    def deliver(self, rounds: int = 6) -> tuple[set[str], Report]:
+    def deliver(self, rounds: int = 6) -> tuple[set[str], Report]:  # type: ignore[override]
         for _ in range(rounds):
             self.thread.turn()
             self.network.deliver_all()
         return self.thread.take_outcome()
 
-    def offer(self, is_reached: Any = always, request_id: PrefillRequestId = P1, **more: Any) -> None:
+    def offer(self, is_reached: Any = always, request_id: PrefillRequestId = P1) -> None:
         made = manifest(7, 3, 9, request_id=request_id)
-        self.thread.submit(
-            thread.Reached(
-                OfferUpdate(request_id, "transfer:t", DIGEST, TOKENS, grown([7, 3, 9]), TOKENS, made), is_reached
-            )
-        )
+        update = OfferUpdate(request_id, "transfer:t", DIGEST, TOKENS, grown([7, 3, 9]), TOKENS, made)
+        self.thread.submit(thread.Reached(update, is_reached))
 
 
 @pytest.fixture
@@ -177,18 +103,6 @@ def test_every_command_and_message_is_known() -> None:
     others = {thread.LocalIdentity, thread.NewWeights, thread.BlocksWritable}
     assert {*ORDER} | others == known._commands.keys()
     assert {*typing.get_args(Message), list} == known._messages.keys()
-
-
-@pytest.mark.parametrize("ends", ["stop", "preempt"])
-def test_what_the_device_has_not_done_of_a_request_that_is_gone_is_not_waited_for(push: Worker, ends: str) -> None:
-    """Commands for decode's blocks and for other requests still wait for the device."""
-    push.offer(never)
-    push.thread.submit(writable((9,), never))
-    push.offer(never, PrefillRequestId("p-2"))
-    push.thread.submit(Stop(P1, "aborted") if ends == "stop" else Preempt(P1, 4))
-    sent, report = push.deliver()
-    assert (sent, report.idle) == (({"p-1"}, set()) if ends == "stop" else (set(), {(4, 0)}))
-    assert len(waiting_for_device(push.thread)) == 2
 
 
 @pytest.mark.parametrize("message", ["reading", "heartbeat"])
@@ -239,8 +153,8 @@ def test_a_message_that_cannot_be_read_is_dropped(pull: Worker, notification: by
     remote.say("local", Release("p-1", "", DIGEST, 0, 1))
     sent, _ = pull.deliver()
     assert sent == {"p-1"}
-    assert pull.context.dropped["malformed"] == (3 if notification else 0)
-    assert pull.context.dropped["defect"] == 0
+    assert pull.side.dropped["malformed"] == (3 if notification else 0)
+    assert pull.side.dropped["defect"] == 0
 
 
 def defective(*_: Any, **__: Any) -> Any:
@@ -260,7 +174,7 @@ def test_a_defect_in_decodes_command_fails_its_attempts(
     pull.thread.submit(wanted(1, MANIFEST), writable((1, 2), always))
     _, report = pull.deliver()
     assert report.failed[1][0] is FailureCause.DEFECT
-    assert (1, 0) in report.ended and pull.context.dropped["defect"] == 1
+    assert (1, 0) in report.ended and pull.side.dropped["defect"] == 1
     assert "IndexError: of ours" in caplog.text and "internal error in kvcached_nixl" in caplog.text
 
 
@@ -277,7 +191,7 @@ def test_a_defect_in_a_message_has_no_further_effect(
     push.deliver()
     told = [(type(one), one.attempt, one.cause) for one in remote.heard()]
     assert told == ([] if fails_twice else [(Stopped, 1, FailureCause.DEFECT)])
-    assert push.context.dropped["defect"] == 1 + fails_twice
+    assert push.side.dropped["defect"] == 1 + fails_twice
 
 
 def test_an_agent_that_cannot_be_asked_is_asked_again(pull: Worker) -> None:
@@ -435,19 +349,11 @@ def test_ten_thousand_offers_and_registrations_cost_a_turn_nothing() -> None:
     remote = worker.remote()
     for number in range(5_000):
         worker.offer(request_id=PrefillRequestId(f"p{number}"))
-        worker.transport.inbox.append(
-            ("remote-0", PREFIX + encoded(registration(number, remote.address, name="transfer:u")))
-        )
+        worker.transport.inbox.append(("remote-0", encode(registration(number, remote.address, name="transfer:u"))))
     for _ in range(3):
         worker.thread.turn()
     assert len(registry_of(worker.thread)) == 10_000
     assert idle_turn_seconds(worker) < IDLE_TURN_SECONDS
-
-
-def encoded(message: Registration) -> bytes:
-    found = encode(message)
-    assert decode(found) == message
-    return found[len(PREFIX) :]
 
 
 # -------------------------------------------------------------------------------------------------------- a real thread

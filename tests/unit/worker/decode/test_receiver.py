@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.clocks import ManualClock
 from support.internals import leftovers, num_open, writers_of
 from support.worker_fakes import (
     BLOCK_SIZE,
     DIGEST,
-    OTHER_DIGEST,
-    OTHER_START,
     Local,
     Remote,
     address,
@@ -22,7 +23,7 @@ from support.worker_fakes import (
     wanted,
 )
 
-from kvcached_nixl.settings import Settings
+from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -38,7 +39,7 @@ from kvcached_nixl.wire.messages import (
     decode,
 )
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import FetchSpec, UnneededOffer
+from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, UnneededOffer
 from kvcached_nixl.worker.decode.fencing import (
     AGAIN_SECONDS,
     DEAD_SECONDS,
@@ -46,7 +47,7 @@ from kvcached_nixl.worker.decode.fencing import (
     LOOK_SECONDS,
     UNHEARD_SECONDS,
 )
-from kvcached_nixl.worker.decode.receiver import REPEAT_SECONDS, Receiver
+from kvcached_nixl.worker.decode.receiver import MOST_DUE, REPEAT_SECONDS, Receiver, Renewals
 from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 from kvcached_nixl.worker.transfer.transfer_queue import TransferTally
@@ -59,7 +60,7 @@ class Decode(Local):
     """`Receiver`, and what it has reported."""
 
     def __init__(self, mode: TransferMode = TransferMode.PULL, **more: Any) -> None:
-        super().__init__(**more)
+        super().__init__(mode=mode, **more)
         self.failed: dict[int, FailureCause] = {}
         self.said: dict[int, str] = {}
         self.over: list[int] = []
@@ -70,7 +71,7 @@ class Decode(Local):
             moved=self.moved.append,
             timed=lambda reported: None,
         )
-        self.side.outcomes, self.side.settings = outcomes, Settings(mode)
+        self.side.outcomes = outcomes
         self.receiver = Receiver(self.side, self.gates)
         self.listener.role, self.listener.may_write = self.receiver, self.receiver.may_write
 
@@ -196,28 +197,6 @@ def registered(push: Decode, one: FetchSpec, **more: Any) -> Remote:
     push.want(one)
     push.deliver()
     return remote
-
-
-@pytest.mark.parametrize(
-    ("made", "cause"),
-    [
-        (manifest(digest=OTHER_DIGEST), FailureCause.DIGEST),
-        (manifest(num_tokens=9), FailureCause.DIGEST),
-        (manifest(num_tokens=12), FailureCause.DIGEST),
-        (manifest(incarnation=OTHER_START), FailureCause.RESTARTED),
-        (manifest(request_id="p-2"), FailureCause.PROTOCOL),
-    ],
-    ids=["digest", "shorter", "longer", "start", "request"],
-)
-def test_what_was_written_is_checked(push: Decode, made: Manifest, cause: FailureCause) -> None:
-    """The manifest in prefill's last notification is compared with what decode wants."""
-    remote = registered(push, wanted(1, MANIFEST))
-    remote.say("local", Written(1, 0, 1, made))
-    push.deliver()
-    assert push.failed == {1: cause} and not push.over, "another WRITE of it may be in flight"
-    remote.say("local", Written(1, 0, 0))
-    push.deliver()
-    assert push.over == [1]
 
 
 @pytest.mark.parametrize(
@@ -363,3 +342,45 @@ def test_a_gate_that_cannot_be_opened_or_closed_keeps_what_may_be_written(
     push.awaiting_checksum.fails, first.is_held = 0, False
     pass_time(push, 2 * AGAIN_SECONDS)
     assert push.over == [1] and push.is_clean() and num_open(push.gates) == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- leases
+
+
+LEASE = 30.0
+ENGINE = RemotePrefill("p", "h", 1)
+
+
+def test_a_turn_renews_so_many_and_the_next_one_the_others() -> None:
+    renewals = Renewals(ManualClock())
+    for number in range(3 * MOST_DUE):
+        renewals.begin(LeaseRenewal(DecodeRequestId(f"d{number}"), ENGINE, f"p{number}", LEASE))
+    found = [name for _ in range(4) for names in renewals.take_due().values() for name in names]
+    assert sorted(found) == sorted(f"p{number}" for number in range(3 * MOST_DUE))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["begin", "end", "advance"]), st.integers(0, 3), st.integers(0, 2)), max_size=60)
+)
+def test_what_is_wanted_is_never_without_a_heartbeat_for_longer_than_an_interval(
+    events: list[tuple[str, int, int]],
+) -> None:
+    clock = ManualClock()
+    renewals = Renewals(clock)
+    leases: dict[int, int] = {}
+    beaten: dict[int, float] = {}
+    for event, request, lease in events:
+        name = DecodeRequestId(str(request))
+        if event == "begin" and request not in leases:
+            leases[request] = lease
+            renewals.begin(LeaseRenewal(name, ENGINE, str(lease), LEASE))
+        elif event == "end":
+            renewals.end(name)
+            leases.pop(request, None)
+        elif event == "advance":
+            clock.advance(1.0)
+        for found in renewals.take_due().get(ENGINE, []):
+            assert int(found) in leases.values()
+            beaten[int(found)] = clock.now_seconds()
+        for one in leases.values():
+            assert clock.now_seconds() - beaten[one] < LEASE / 6

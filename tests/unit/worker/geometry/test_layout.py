@@ -10,45 +10,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kvcached_memory import Geometry
+from support.kvcached_memory import Geometry, geometries
 
 from kvcached_nixl.errors import LayoutRefused
-from kvcached_nixl.worker.geometry import layout as module
-from kvcached_nixl.worker.geometry.layout import Layout
 
-
-def plan(geometry: Geometry, caches: dict[str, torch.Tensor], num_blocks: int | None = None) -> Layout:
-    return module.plan(
-        caches,
-        axes=geometry.axes(),
-        pages=dict.fromkeys(caches, geometry.page()),
-        num_blocks=geometry.num_blocks if num_blocks is None else num_blocks,
-        num_pools=geometry.num_pools,
-    )
-
-
-geometries = st.builds(
-    Geometry,
-    era=st.sampled_from(["kv_apart", "packed", "mla", "latent"]),
-    contiguous=st.booleans(),
+GEOMETRIES = geometries(
     num_pools=st.integers(1, 5),
     num_kv_heads=st.sampled_from([1, 2, 3, 8]),
     head_size=st.sampled_from([4, 6]),
     block_size=st.sampled_from([1, 4]),
-    num_blocks=st.integers(1, 6),
-    reserved_blocks=st.integers(6, 9),
     groups=st.integers(1, 3),
-    head_major=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
 )
 
 
 @settings(max_examples=100, deadline=None)
-@given(geometries)
+@given(GEOMETRIES)
 def test_the_descriptors_of_a_block_are_exactly_the_bytes_attention_sees(geometry: Geometry) -> None:
     """Filling one block through attention's views changes every byte of its descriptors, and no other descriptor."""
     caches, memory = geometry.allocate()
-    layout = plan(geometry, caches)
+    layout = geometry.layout(caches)
     for block_id in range(geometry.num_blocks):
         for cache in caches.values():
             cache[block_id].fill_(1)
@@ -66,15 +47,15 @@ def test_the_descriptors_of_a_block_are_exactly_the_bytes_attention_sees(geometr
 
 
 @settings(max_examples=50, deadline=None)
-@given(geometries)
+@given(GEOMETRIES)
 def test_nothing_is_registered_beyond_the_planned_blocks(geometry: Geometry) -> None:
     """Views and regions hold ``num_blocks`` blocks, however many kvcached reserved."""
     caches, _ = geometry.allocate()
-    layout = plan(geometry, caches)
+    layout = geometry.layout(caches)
     assert {view.shape[0] for view in layout.device_views.values()} == {geometry.num_blocks}
     assert layout.num_blocks == geometry.num_blocks
     larger, _ = dataclasses.replace(geometry, reserved_blocks=geometry.reserved_blocks + 7).allocate()
-    assert [r.block_bytes for r in plan(geometry, larger).regions] == [r.block_bytes for r in layout.regions]
+    assert [r.block_bytes for r in geometry.layout(larger).regions] == [r.block_bytes for r in layout.regions]
 
 
 @pytest.mark.parametrize(
@@ -98,32 +79,20 @@ def test_cells_that_are_no_token_of_one_head_are_refused(era: str, change: dict[
     caches, _ = geometry.allocate()
     page = dataclasses.replace(geometry.page(), **change)
     with pytest.raises(LayoutRefused, match="tokens and . heads a block"):
-        module.plan(
-            caches,
-            axes=geometry.axes(),
-            pages=dict.fromkeys(caches, page),
-            num_blocks=geometry.num_blocks,
-            num_pools=geometry.num_pools,
-        )
+        geometry.layout(caches, pages=dict.fromkeys(caches, page))
 
 
 def test_a_model_without_a_cache_of_its_own_is_refused() -> None:
     geometry = Geometry()
     with pytest.raises(LayoutRefused, match="no layer with a KV cache of its own"):
-        module.plan(geometry.allocate()[0], axes=geometry.axes(), pages={}, num_blocks=1, num_pools=1)
+        geometry.layout(geometry.allocate()[0], pages={})
 
 
 def test_a_layer_that_shares_anothers_cache_adds_no_region() -> None:
     geometry = Geometry(num_pools=2)
     caches, _ = geometry.allocate()
     first = next(iter(caches))
-    layout = module.plan(
-        caches | {"shared": caches[first]},
-        axes=geometry.axes(),
-        pages=dict.fromkeys(caches, geometry.page()),
-        num_blocks=geometry.num_blocks,
-        num_pools=2,
-    )
+    layout = geometry.layout(caches | {"shared": caches[first]}, pages=dict.fromkeys(caches, geometry.page()))
     assert list(layout.device_views) == list(caches) and len(layout.regions) == 4
 
 
@@ -145,11 +114,8 @@ def test_memory_that_cannot_be_described_is_refused_with_numbers(wrong: str) -> 
     else:
         caches[second] = caches[first]
     with pytest.raises(LayoutRefused) as refusal:
-        plan(geometry, caches)
-    text = str(refusal.value)
-    assert "shape (" in text
-    assert "strides (" in text
-    assert "the engine stops" in text
+        geometry.layout(caches)
+    assert all(words in str(refusal.value) for words in ("shape (", "strides (", "the engine stops"))
 
 
 @pytest.mark.parametrize("num_pools", [1, 2, 3])
@@ -158,11 +124,6 @@ def test_contiguous_blocks_that_the_kernel_splits_are_refused(era: str, num_pool
     """kvcached 0.1.6 keeps whole blocks there although the kernel, and so the worker, counts halves of them."""
     geometry = Geometry(era=era, contiguous=True, num_pools=num_pools)
     caches, _ = geometry.allocate()
+    half = dataclasses.replace(geometry.page(), num_bytes=geometry.page_bytes // 2)
     with pytest.raises(LayoutRefused, match="bytes apart"):
-        module.plan(
-            caches,
-            axes=geometry.axes(),
-            pages=dict.fromkeys(caches, dataclasses.replace(geometry.page(), num_bytes=geometry.page_bytes // 2)),
-            num_blocks=2 * geometry.num_blocks,
-            num_pools=num_pools,
-        )
+        geometry.layout(caches, pages=dict.fromkeys(caches, half), num_blocks=2 * geometry.num_blocks)

@@ -11,32 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kvcached_memory import Geometry
+from support.kvcached_memory import Geometry, geometries
 
 from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.wire.planes import HeadShare, named_planes
-from kvcached_nixl.worker.geometry.layout import group_memory, plan
+from kvcached_nixl.worker.geometry.layout import group_memory
 from kvcached_nixl.worker.geometry.planes import Axes, planes_of
 
+DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
 NUMBERS = {"num_blocks": 1_000_003, "block_size": 48, "num_heads": 7}
-geometries = st.builds(
-    Geometry,
-    era=st.sampled_from(["kv_apart", "packed", "mla", "latent"]),
-    contiguous=st.booleans(),
-    num_pools=st.integers(1, 3),
-    num_kv_heads=st.sampled_from([1, 2, 3]),
-    block_size=st.sampled_from([2, 4]),
-    head_size=st.just(4),
-    num_blocks=st.integers(1, 3),
-    reserved_blocks=st.integers(3, 5),
-    groups=st.integers(1, 2),
-    head_major=st.booleans(),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-)
 
 
 @settings(max_examples=40, deadline=None)
-@given(geometries)
+@given(geometries(num_blocks=st.integers(1, 3), reserved_blocks=st.integers(3, 5), dtype=DTYPES))
 def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry) -> None:
     """For every block, token, head and plane, in each of kvcached's arrangements."""
     caches, memory = geometry.allocate()
@@ -117,8 +104,7 @@ def test_layers_that_change_places_between_groups_are_told_apart() -> None:
     """As with another ``--kv-cache-dtype-skip-layers``: planes of the same number and cells, of other layers."""
     geometry = Geometry(era="packed", num_pools=2, groups=2)
     caches, _ = geometry.allocate()
-    page = dict.fromkeys(caches, geometry.page())
-    layout = plan(caches, axes=geometry.axes(), pages=page, num_blocks=geometry.num_blocks, num_pools=2)
+    layout = geometry.layout(caches)
     first, second = geometry.layers_of_groups()
 
     def told(*groups: Collection[str]) -> frozenset[tuple[int, int, int]]:

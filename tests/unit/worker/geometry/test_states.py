@@ -16,7 +16,7 @@ from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.ids import KernelBlock
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
-from kvcached_nixl.worker.geometry.layout import Arrangement, Layout, Page, group_memory, plan
+from kvcached_nixl.worker.geometry.layout import Arrangement, Layout, Page, group_memory
 from kvcached_nixl.worker.geometry.planes import pages_of_state
 from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.topology import ranges, routes
@@ -35,14 +35,7 @@ def layout_of(geometry: Geometry, split: int = 1, state_bytes: int = STATE_BYTES
     attention, states = geometry.layers_of_groups()
     pages = {layer: geometry.page() for layer in attention}
     pages |= {layer: Page(split * geometry.page_bytes, 1, 1, state_bytes) for layer in states}
-    return plan(
-        caches,
-        axes=geometry.axes(),
-        pages=pages,
-        num_blocks=geometry.num_blocks,
-        num_pools=geometry.num_pools,
-        split=split,
-    )
+    return geometry.layout(caches, pages=pages, split=split)
 
 
 def groups_of(layout: Layout, geometry: Geometry, split: int = 1) -> tuple[GroupMemory, ...]:
@@ -151,7 +144,7 @@ def test_pages_that_lie_in_another_way_than_attentions_are_refused() -> None:
         ({**caches, states[2]: caches[states[2]][:4]}, "at least 8 blocks"),
     ):
         with pytest.raises(LayoutRefused, match=words):
-            plan(found, axes=geometry.axes(), pages=pages, num_blocks=8, num_pools=3)
+            geometry.layout(found, pages=pages)
 
 
 def test_no_bytes_of_neighbours_are_moved() -> None:

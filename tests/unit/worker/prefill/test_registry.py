@@ -27,20 +27,17 @@ from support.worker_fakes import (
 )
 
 from kvcached_nixl.ids import KernelBlock, PrefillRequestId
-from kvcached_nixl.settings import Settings
 from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (
     KernelBlockRange,
     Message,
-    Reading,
     Registration,
     Release,
     StagingGrant,
     StagingRequest,
     Stopped,
-    Withdrawal,
     Written,
     decode,
 )
@@ -53,33 +50,14 @@ from kvcached_nixl.worker.transfer.topology import ConnectedPeer
 
 P1, P2, P3 = map(PrefillRequestId, ("p-1", "p-2", "p-3"))
 BLOCKS = ([7, 3, 9],)
-LEASE, UNMATCHED = 30.0, 60.0
 NAME = "transfer:t"
 
 
-def hear(registry: OfferRegistry, agent: str, message: Message) -> None:
-    """As the transfer thread does when it has read a message."""
-    match message:
-        case Registration():
-            registry.writer.register(agent, message)
-        case StagingGrant():
-            registry.writer.take_grant(agent, message)
-        case Withdrawal():
-            registry.writer.withdraw(agent, message)
-        case Reading():
-            registry.read(message)
-        case Release():
-            registry.release(message)
-
-
 class Prefill(Local):
-    """`OfferRegistry`, and what it has reported. ``is_push``: prefill WRITEs; ``slots``: where prefill stages, those of
-    its slab, which is `memory` then."""
+    """`OfferRegistry` of a push, and what it has reported. ``slots``: where prefill stages, those of its slab."""
 
-    def __init__(
-        self, *, is_push: bool = True, unmatched: float = UNMATCHED, slots: Slots | None = None, **more: Any
-    ) -> None:
-        super().__init__(**more)
+    def __init__(self, *, slots: Slots | None = None, **more: Any) -> None:
+        super().__init__(mode=TransferMode.PUSH, **more)
         self.copies = HeldCopies()
         if slots is not None:
             self.side.staging = staging_over(slots, self.copies, (BLOCK_SIZE,))
@@ -98,11 +76,6 @@ class Prefill(Local):
             timed=lambda reported: None,
         )
         self.side.outcomes = outcomes
-        self.side.settings = Settings(
-            TransferMode.PUSH if is_push else TransferMode.PULL,
-            kv_lease_duration_seconds=LEASE,
-            handover_timeout_seconds=unmatched,
-        )
         self.registry = OfferRegistry(self.side)
         self.listener.role = self.registry.writer
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
@@ -129,7 +102,7 @@ class Prefill(Local):
 
     def register(self, remote: Remote, attempt: int = 1, **changed: Any) -> Registration:
         made = registration(attempt, remote.address, **changed)
-        hear(self.registry, remote.transport.name, made)
+        self.registry.writer.register(remote.transport.name, made)
         return made
 
     def is_clean(self) -> bool:
@@ -218,7 +191,7 @@ def test_what_was_refused_is_freed_without_a_search_for_garbage(prefill: Prefill
 def test_who_registers_for_another_is_refused(prefill: Prefill, remote: Remote) -> None:
     """Another agent answers at the registration's address than the one that sent it: nothing is written to either."""
     prefill.offer(is_finished=True)
-    hear(prefill.registry, "stranger-0", registration(1, remote.address))
+    prefill.registry.writer.register("stranger-0", registration(1, remote.address))
     prefill.deliver()
     assert prefill.transport.posted == [] and said(remote) == []
     assert prefill.done == ["p-1"] and prefill.is_clean()
@@ -248,11 +221,11 @@ def test_a_grant_that_was_not_asked_for_is_ignored(
     prefill.register(remote, is_staged=True, block_ids=((),))
     prefill.offer(8, blocks=([7, 3],))
     prefill.deliver()
-    hear(prefill.registry, agent, grant(remote, first_token, end_token, 20, 21, 22, attempt=attempt))
+    prefill.registry.writer.take_grant(agent, grant(remote, first_token, end_token, 20, 21, 22, attempt=attempt))
     prefill.deliver()
     assert said(remote) == [StagingRequest(1, 0, 0, 8)] and not prefill.transport.posted
-    hear(prefill.registry, "remote-0", grant(remote, 0, 8, 20, 21))
-    hear(prefill.registry, "remote-0", grant(remote, 0, 8, 22, 23))
+    prefill.registry.writer.take_grant("remote-0", grant(remote, 0, 8, 20, 21))
+    prefill.registry.writer.take_grant("remote-0", grant(remote, 0, 8, 22, 23))
     prefill.deliver()
     assert said(remote) == [written(end_token=8)]
     assert is_written(prefill, remote, (7, 3), (20, 21)) and not remote.memory.cells[:, 22].any()
@@ -364,19 +337,19 @@ def test_a_request_that_nobody_was_told_of_is_done_at_once(prefill: Prefill, end
 def test_a_release_by_id_for_another_prompt_is_dropped(prefill: Prefill) -> None:
     """A client's parameters may name the offer of another client's request."""
     prefill.offer(is_finished=True)
-    hear(prefill.registry, "remote-0", Release("p-1", NAME, OTHER_DIGEST, 0, 1))
+    prefill.registry.release(Release("p-1", NAME, OTHER_DIGEST, 0, 1))
     assert prefill.done == []
-    hear(prefill.registry, "remote-0", Release("p-1", NAME, DIGEST, 0, 1))
+    prefill.registry.release(Release("p-1", NAME, DIGEST, 0, 1))
     assert prefill.done == ["p-1"]
 
 
 def test_a_release_by_name_means_that_prompt_and_one_that_is_not_settled(prefill: Prefill) -> None:
     for request_id in (P1, P2):
         prefill.offer(request_id=request_id, is_finished=True)
-    hear(prefill.registry, "remote-0", Release("", NAME, OTHER_DIGEST, 0, 1))
+    prefill.registry.release(Release("", NAME, OTHER_DIGEST, 0, 1))
     assert prefill.done == []
     for rank, expected in ((0, []), (0, []), (1, ["p-1"]), (1, ["p-1", "p-2"])):
-        hear(prefill.registry, "remote-0", Release("", NAME, DIGEST, rank, 2))
+        prefill.registry.release(Release("", NAME, DIGEST, rank, 2))
         assert prefill.done == expected
 
 
@@ -388,7 +361,7 @@ def test_of_several_offers_a_name_alone_gives_up_none(prefill: Prefill) -> None:
     """Rule R7: with several offers of one name, a release by name only does not say which one is meant."""
     prefill.offer(is_finished=True)
     prefill.offer(request_id=P2, digest=OTHER_DIGEST, is_finished=True)
-    hear(prefill.registry, "remote-0", WAIVED)
+    prefill.registry.release(WAIVED)
     assert not prefill.done
 
 
@@ -396,7 +369,7 @@ def test_a_name_alone_gives_up_nothing_that_is_being_written(prefill: Prefill, r
     """A router has retried with another decode server, which has registered."""
     prefill.offer(4, blocks=([7],))
     prefill.register(remote)
-    hear(prefill.registry, "another", WAIVED)
+    prefill.registry.release(WAIVED)
     prefill.offer(is_finished=True)
     assert not prefill.done
     prefill.deliver()
@@ -408,7 +381,7 @@ def test_who_wants_the_prompt_has_it_whatever_a_name_gave_up(when: str, prefill:
     """Rule R7: a registration with the offer's digest is written, although the offer was released by name only."""
     if when == "behind its offer":
         prefill.offer(4, blocks=([7],))
-    hear(prefill.registry, "another", WAIVED)
+    prefill.registry.release(WAIVED)
     prefill.register(remote)
     prefill.offer(is_finished=True)
     assert not prefill.done
@@ -418,17 +391,17 @@ def test_who_wants_the_prompt_has_it_whatever_a_name_gave_up(when: str, prefill:
 
 def test_who_wants_another_prompt_does_not_have_what_a_name_gave_up(prefill: Prefill, remote: Remote) -> None:
     prefill.offer(4, blocks=([7],))
-    hear(prefill.registry, "another", WAIVED)
+    prefill.registry.release(WAIVED)
     prefill.register(remote, digest=OTHER_DIGEST)
     prefill.offer(is_finished=True)
     assert prefill.done == ["p-1"]
 
 
 def test_a_name_alone_counts_rank_by_rank(prefill: Prefill) -> None:
-    hear(prefill.registry, "a", Release("", NAME, "", 0, 2))
+    prefill.registry.release(Release("", NAME, "", 0, 2))
     prefill.offer(is_finished=True)
     assert not prefill.done
-    hear(prefill.registry, "b", Release("", NAME, "", 1, 2))
+    prefill.registry.release(Release("", NAME, "", 1, 2))
     assert prefill.done == ["p-1"]
 
 

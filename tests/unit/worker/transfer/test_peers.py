@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.internals import links_of
+from support.internals import gates_of, links_of
 from support.worker_fakes import OTHER_START, START, TAG, Local, Remote
 
 from kvcached_nixl.transport.agent import TransportError
@@ -144,6 +144,17 @@ def test_a_callback_that_raises_fails_what_it_belongs_to(local: Local, caplog: p
     assert [one.cause for one in failed] == [FailureCause.DEFECT]
     assert "IndexError: of ours" in str(failed[0]) and "internal error in kvcached_nixl" in caplog.text
     assert len(sound.known) == 1
+
+
+def test_a_gate_that_cannot_be_reached_or_is_another_ranks_costs_the_hand_over(local: Local) -> None:
+    remote = met(local)
+    known, gate = local.side.gate_connections, local.network.open_gate("remote-0").metadata()
+    owner, other = (ConnectedPeer(name, START, remote.handshake()) for name in ("remote-0", "other-0"))
+    assert known.use(owner, gate) == gate.decode()
+    for peer, metadata, cause in ((owner, b"nobody", FailureCause.LOST), (other, gate, FailureCause.PROTOCOL)):
+        with pytest.raises(HandOverFailed) as caught:
+            known.use(peer, metadata)
+        assert caught.value.cause is cause and len(gates_of(known)) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- messages

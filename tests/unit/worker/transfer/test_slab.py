@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kvcached_memory import Geometry
+from support.kvcached_memory import Geometry, geometries
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcached_nixl.wire.planes import GroupMemory, HeadShare
@@ -21,19 +21,6 @@ from kvcached_nixl.worker.geometry.layout import Layout, group_memory
 from kvcached_nixl.worker.transfer.slab import Slab
 
 CPU = torch.device("cpu")
-geometries = st.builds(
-    Geometry,
-    era=st.sampled_from(["kv_apart", "packed", "mla", "latent"]),
-    contiguous=st.booleans(),
-    num_pools=st.integers(1, 3),
-    num_kv_heads=st.sampled_from([1, 2, 3]),
-    block_size=st.sampled_from([2, 4]),
-    head_size=st.just(4),
-    num_blocks=st.integers(3, 6),
-    reserved_blocks=st.integers(6, 8),
-    groups=st.integers(1, 2),
-    head_major=st.booleans(),
-)
 
 
 def allocate(geometry: Geometry) -> tuple[Layout, list[torch.Tensor], tuple[GroupMemory, ...]]:
@@ -64,7 +51,7 @@ def cells(groups: tuple[GroupMemory, ...], block: int) -> list[bytes]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(geometries, st.data())
+@given(geometries(num_blocks=st.integers(3, 6)), st.data())
 def test_what_is_gathered_is_described_by_the_planes_and_comes_back(geometry: Geometry, data: st.DataObject) -> None:
     layout, memory, groups = allocate(geometry)
     slab = Slab(layout, data.draw(st.integers(2, 7)), CPU)

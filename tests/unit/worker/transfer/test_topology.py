@@ -25,11 +25,6 @@ MAX_RANKS = 12
 MAX_HEADS = 24
 
 
-def named(prefill_size: int, tp_rank: int, tp_size: int, kv_shares: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    prefill = RemotePrefill("p", "h", 1, prefill_size)
-    return contributors(prefill, tp_rank=tp_rank, tp_size=tp_size, kv_shares=kv_shares)
-
-
 def sizes() -> list[tuple[int, int]]:
     """(prefill's, decode's) of which one divides the other."""
     numbers = range(1, MAX_RANKS + 1)
@@ -40,7 +35,7 @@ def sizes() -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("prefill_size", "tp_size"), [(3, 2), (2, 3), (4, 6), (2048, 1)])
 def test_sizes_that_do_not_divide_are_an_error_that_names_both(prefill_size: int, tp_size: int, kv_shares: int) -> None:
     with pytest.raises(ValueError, match=f"{prefill_size} and decode's {tp_size} do not divide"):
-        named(prefill_size, 0, tp_size, kv_shares)
+        contributors(prefill_size, 0, tp_size, kv_shares)
 
 
 def test_a_rank_of_prefill_hears_of_every_rank_of_decode_that_it_shares_heads_with() -> None:
@@ -52,12 +47,12 @@ def test_a_rank_of_prefill_hears_of_every_rank_of_decode_that_it_shares_heads_wi
                 for theirs in range(prefill_size)
                 if theirs * tp_size < (rank + 1) * prefill_size and rank * prefill_size < (theirs + 1) * tp_size
             )
-            assert named(prefill_size, rank, tp_size, MAX_TP_SIZE) == (overlapping, ())
-            writers, others = named(prefill_size, rank, tp_size, 1)
+            assert contributors(prefill_size, rank, tp_size, MAX_TP_SIZE) == (overlapping, ())
+            writers, others = contributors(prefill_size, rank, tp_size, 1)
             assert (*writers, *others) == overlapping
             assert len(writers) == 1
         for kv_shares in (MAX_TP_SIZE, 1, 2, 4):
-            found = [named(prefill_size, rank, tp_size, kv_shares) for rank in range(tp_size)]
+            found = [contributors(prefill_size, rank, tp_size, kv_shares) for rank in range(tp_size)]
             writing = [theirs for writers, _ in found for theirs in writers]
             told = [theirs for _, others in found for theirs in others]
             assert {*writing, *told} == set(range(prefill_size)), "none waits for its lease to end"
@@ -78,7 +73,7 @@ def test_each_head_of_a_rank_is_written_by_one_rank_that_has_it() -> None:
             if any(total % size and size % total for size in (prefill_size, tp_size)):
                 continue
             for rank in range(tp_size):
-                writers, _ = named(prefill_size, rank, tp_size, total)
+                writers, _ = contributors(prefill_size, rank, tp_size, total)
                 of_writers = [heads_of(theirs, prefill_size, total) for theirs in writers]
                 written: set[int] = set().union(*of_writers)
                 assert written >= heads_of(rank, tp_size, total), (prefill_size, tp_size, total, rank)

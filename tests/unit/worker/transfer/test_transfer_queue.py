@@ -186,13 +186,13 @@ def test_a_failed_transfer_loses_the_peer_and_ends_when_the_rest_is_idle() -> No
     assert "one" not in mover.ended, "its second batch is in flight"
     assert second.state is TransferState.IN_FLIGHT and not second.released
     assert not first.released, "the connection is open, and what is left of it may arrive"
-    with pytest.raises(TransportError, match="not closed yet"):
+    with pytest.raises(TransportError, match="could not be closed yet"):
         mover.transport.add_peer(b"a")
     mover.network.fail(second)
     for _ in range(2):
         mover.clock.advance(DROPPED_POLL_SECONDS)
         mover.transfer_queue.turn()
-    assert mover.ended["one"] == "a WRITE failed" and "no connection" in mover.ended["behind"]
+    assert mover.ended["one"] == "a WRITE failed" and "no peer" in mover.ended["behind"]
     while mover.network.pending:
         mover.deliver(*mover.in_flight())
     assert mover.ended["other"] == ""
