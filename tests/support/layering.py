@@ -84,8 +84,8 @@ ROOMS: dict[str, set[str]] = {
     "worker/transfer": {"geometry", "background", "outcomes"},
     "worker/prefill": {"geometry", "transfer", "outcomes"},
     "worker/decode": {"geometry", "transfer", "background", "outcomes"},
-    "activation/autostart.py": {"import_hooks", "bootstrap"},
-    "activation/import_hooks.py": set(),
+    "activation/__init__.py": set(),
+    "activation/autostart.py": {"bootstrap", "raise_barrier", "set_watch"},
 }
 """Room (or module) within such a folder -> what else of the folder it may import. What is not here may import all."""
 
