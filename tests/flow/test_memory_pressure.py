@@ -10,8 +10,7 @@ from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
 from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, kind
 
-from kvcached_nixl.settings import Settings
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.wire.causes import RevocationCause
 
 PATIENCE = Settings.give_way_after_seconds
