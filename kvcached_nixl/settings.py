@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.transfer_mode import TransferMode
 
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that our messages reach the server's log without further configuration."""
@@ -50,6 +49,23 @@ def read_gate(environ: Mapping[str, str]) -> ActivationGate:
         consequence="It is not clear whether the NIXL connector may be patched.",
         remedy="Correct or unset KVCACHED_NIXL.",
     )
+
+
+class TransferMode(str, Enum):
+    """Which engine starts the transfer of a request's KV; the handshake refuses a peer with another one.
+
+    It does not say who moves the bytes: where KV is staged, prefill writes in both modes.
+    """
+
+    PULL = "pull"
+    """Decode starts it, when prefill has finished the request: it READs the blocks, or registers its own for a prefill
+    that stages."""
+    PUSH = "push"
+    """Prefill starts it while it computes, and WRITEs into the blocks that decode has registered."""
+
+    @property
+    def is_push(self) -> bool:
+        return self is TransferMode.PUSH
 
 
 class MemoryPath(str, Enum):

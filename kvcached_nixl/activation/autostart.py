@@ -2,12 +2,12 @@
 """Called at the start of every Python interpreter when the gate is open. Does little: most of them never import vLLM.
 
 pip, compile workers and shells start with ENABLE_KVCACHED as well. Until vLLM, or kvcached's patch of vLLM's NIXL
-connector, is about to be imported, only this module, `import_hooks` and the names they need are imported.
+connector, is about to be imported, only this folder's finders, this module and the names they need are imported.
 """
 
 from __future__ import annotations
 
-from kvcached_nixl.activation.import_hooks import raise_barrier, set_watch
+from kvcached_nixl.activation import raise_barrier, set_watch
 
 
 def watch() -> None:

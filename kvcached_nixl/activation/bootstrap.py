@@ -25,7 +25,7 @@ import threading
 import types
 from typing import TYPE_CHECKING
 
-from kvcached_nixl.activation.import_hooks import lift, raise_barrier
+from kvcached_nixl.activation import lift, raise_barrier
 from kvcached_nixl.errors import Refused, not_importable
 from kvcached_nixl.settings import SERVER_LOGGER, ActivationGate, read_gate
 from kvcached_nixl.vllm import ROOTS

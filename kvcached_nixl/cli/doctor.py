@@ -13,13 +13,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.find import find
 from kvcached_nixl.proof.result import SLOW, LaneFound, Proof, Question
-from kvcached_nixl.transport.agent import Ranges, Transport, TransportError, make_agent, register
+from kvcached_nixl.transport.agent import Ranges, Transport, TransportError, make_agent, register, select_device
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.version import __version__
-from kvcached_nixl.vllm.adapter.platform import Platform, platform
+from kvcached_nixl.vllm.adapter.attributes import Platform, platform
 from kvcached_nixl.wire.handshake import read_answer, read_rank
 from kvcached_nixl.wire.planes import Planes
 
@@ -143,7 +142,7 @@ def read_from(channel: SideChannel, host: str, port: int, tp_rank: int, question
     rank = read_rank(read_answer(metadata).rank)
     import torch
 
-    select(question.device, question.device_index)
+    select_device(question.device, question.device_index)
     landing = torch.zeros(BYTES, dtype=torch.uint8, device=question.torch_device)
     extent = [(landing.data_ptr(), BYTES)]
     try:

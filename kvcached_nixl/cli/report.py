@@ -14,7 +14,7 @@ from kvcached_nixl.patching import PatchOutcome, PatchState, Registry
 from kvcached_nixl.settings import read_gate
 from kvcached_nixl.side_channel_address import look_up, own_addresses
 from kvcached_nixl.version import __version__
-from kvcached_nixl.vllm.adapter.platform import side_channel_address
+from kvcached_nixl.vllm.adapter.attributes import side_channel_address
 from kvcached_nixl.vllm.adapter.versions import environment_refusals, found_version
 
 _COLOURS = MappingProxyType(

@@ -12,25 +12,63 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
 
 import wrapt
 
 from kvcached_nixl.errors import ContractChanged, Refused
-from kvcached_nixl.patching.record import Call, Patch, PatchOutcome, PatchState, Target
-from kvcached_nixl.patching.seat import SUPPORTED, Seat, find_seat, locate, way_around
+from kvcached_nixl.patching.patch import SUPPORTED, Call, Patch, Seat, Target, find_seat, locate, name_of
 
 Judge = Callable[[Patch], "str | None"]
 """Returns why a patch must be skipped, or None to apply it. The only reader of versions."""
 
 
+class PatchState(Enum):
+    """The state of a patch. `PENDING` is only possible before `Registry.complete`."""
+
+    PENDING = "pending"
+    APPLIED = "applied"
+    SKIPPED = "skipped"
+    REFUSED = "refused"
+
+
 @dataclass
-class _Entry(PatchOutcome):
+class PatchOutcome:
+    """The state of one patch with its reason: where it was applied, why it was skipped, or what refused it.
+
+    ``cause`` is set exactly when the state is `PatchState.REFUSED`.
+    """
+
+    patch: Patch
+    state: PatchState = PatchState.PENDING
+    reason: str = "its module is not imported yet"
+    cause: Refused | None = None
+    notes: tuple[str, ...] = ()
     seat: Seat | None = None
+
+    @property
+    def name(self) -> str:
+        return self.patch.name
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes += (text,)
+
+    def skip(self, reason: str | None) -> bool:
+        """Skip the patch if there is a reason. Returns whether there is."""
+        if reason is not None:
+            self.state, self.reason = PatchState.SKIPPED, reason
+        return reason is not None
+
+    def refuse(self, cause: Refused) -> None:
+        self.state, self.reason, self.cause = PatchState.REFUSED, cause.line, cause
 
 
 class Registry:
@@ -42,7 +80,7 @@ class Registry:
         """Args: ``when_first_complete`` runs once, after everything was decided for the first time."""
         self._judge = judge
         self._when_first_complete: Callable[[Registry], None] | None = when_first_complete
-        self._entries: list[_Entry] = []
+        self._entries: list[PatchOutcome] = []
         self._refusals: list[tuple[str, Refused]] = []
         self._active = True
         self._lock = threading.RLock()
@@ -53,7 +91,7 @@ class Registry:
             with self._lock:
                 if any(entry.patch == patch for entry in self._entries):
                     continue
-                self._entries.append(_Entry(patch))
+                self._entries.append(PatchOutcome(patch))
             module = sys.modules.get(patch.target.module)
             if module is None:
                 # Once for each patch: a module whose patches are decided is looked at in vain.
@@ -115,7 +153,7 @@ class Registry:
         with self._lock:
             applied = [(e.patch, e.seat) for e in self._entries if e.patch.target in targets]
         for patch, seat in applied:
-            if seat is not None and (way := way_around(cls, seat)):
+            if seat is not None and (way := _way_around(cls, seat)):
                 refusal = ContractChanged(
                     found=way,
                     expected=f"the {patch.attribute} that was patched, or one that calls it",
@@ -138,7 +176,7 @@ class Registry:
                     entry.state, entry.reason = PatchState.SKIPPED, "uninstalled"
         return tuple(left)
 
-    def _decide(self, entry: _Entry, module: types.ModuleType) -> None:
+    def _decide(self, entry: PatchOutcome, module: types.ModuleType) -> None:
         patch = entry.patch
         container = locate(patch.target, module) if patch.target.module == module.__name__ else None
         if container is None:
@@ -157,7 +195,7 @@ class Registry:
         except Exception as error:  # noqa: BLE001 - recorded as a refusal, which stops the start
             entry.refuse(_unforeseen(patch, error))
 
-    def _seek(self, entry: _Entry) -> None:
+    def _seek(self, entry: PatchOutcome) -> None:
         patch = entry.patch
         try:
             self.imported(importlib.import_module(patch.target.module))
@@ -191,3 +229,27 @@ def _unforeseen(patch: Patch, cause: Exception) -> Refused:
     )
     refusal.__cause__ = cause
     return refusal
+
+
+def _way_around(cls: type, seat: Seat) -> str:
+    """How a call on an instance of ``cls`` does not reach the entry at a class's seat, as text; "" if it does. A class
+    that redefines the attribute has to name it together with ``super``, or with a class that it extends. One of the
+    seat's own top-level package is not looked at: it is known as well as the seat."""
+    owner, name = seat.owner, seat.attribute
+    assert isinstance(owner, type)
+    if owner not in cls.__mro__:
+        return f"{name_of(cls)} does not extend {name_of(owner)}"
+    for one in cls.__mro__[: cls.__mro__.index(owner)]:
+        is_known = one.__module__.partition(".")[0] == owner.__module__.partition(".")[0]
+        if name in vars(one) and not is_known and not _calls(vars(one)[name], one, name):
+            return f"{name_of(one)}.{name} does not call super().{name}"
+    return ""
+
+
+def _calls(entry: Any, cls: type, name: str) -> bool:
+    function = entry.fget if isinstance(entry, property) else getattr(entry, "__func__", entry)
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if not isinstance(code, types.CodeType):
+        return False
+    named = set(code.co_names)
+    return name in named and bool({"super", *(base.__name__ for base in cls.__mro__[1:])} & named)

@@ -28,7 +28,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvcached_nixl.current_device import select
 from kvcached_nixl.proof.result import (
     AS_CONFIGURED,
     COPIES,
@@ -43,7 +42,7 @@ from kvcached_nixl.proof.result import (
     transports_of,
     ucx_of_this_process,
 )
-from kvcached_nixl.transport.agent import Operation, Transport, make_agent, register
+from kvcached_nixl.transport.agent import Operation, Transport, make_agent, register, select_device
 
 LANES_SECONDS = 150.0
 """No lane is begun after this time. The caller's timeout would discard the results of all lanes."""
@@ -85,10 +84,10 @@ class Member:
         self._synchronize = torch.accelerator.synchronize if question.device != "cpu" else lambda: None
         self._question = question
         device = question.device, question.device_index
-        select(*device)
+        select_device(*device)
         self._agent = make_agent(question.backends)
         self._transport = Transport(self._agent, question.memory_type, question.device_index)
-        self._transfers = ThreadPoolExecutor(1, "transfers", initializer=select, initargs=device)
+        self._transfers = ThreadPoolExecutor(1, "transfers", initializer=select_device, initargs=device)
         self._memory: dict[Place, Any] = {}
         self.addresses: dict[Place, Any] = {}
         if not has_memory:

@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import (
     MAX_TP_SIZE,

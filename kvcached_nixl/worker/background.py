@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from kvcached_nixl.current_device import select
 from kvcached_nixl.settings import SERVER_LOGGER
+from kvcached_nixl.transport.agent import select_device
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -81,7 +81,7 @@ class Background:
 
     def _run(self) -> None:
         try:
-            select(self._device.type, self._device.index or 0)
+            select_device(self._device.type, self._device.index or 0)
             stream = None if self._device.type == "cpu" else torch.Stream(self._device)
             self._is_ready.set()
             while (work := self._asked.get()) is not None and not self._is_dropping:

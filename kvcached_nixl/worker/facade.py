@@ -20,13 +20,12 @@ import msgspec
 import numpy as np
 import torch
 
-from kvcached_nixl.current_device import select
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.processes import Host
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
-from kvcached_nixl.transport.agent import Transport, open_gate, register
+from kvcached_nixl.transport.agent import Transport, open_gate, register, select_device
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.wire.handshake import RankHandshake, Tag, Weights
 from kvcached_nixl.wire.messages import Peer
@@ -72,7 +71,7 @@ class Device:
         self._device = device
 
     def select(self) -> None:
-        select(self._device.type, self._device.index or 0)
+        select_device(self._device.type, self._device.index or 0)
 
     def record(self) -> IsReached:
         """Returns a function that says whether all work has finished that was submitted before this call."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transfer thread: all hand-over work that uses the NIXL agent runs on it. One per worker.
 
-    first         selects its device: `kvcached_nixl.current_device`
+    first         selects its device: `transport.agent.select_device`
     owns          the transport (notifications, READs, WRITEs), the state of both roles, peers, leases; and write gates,
                   which a background thread opens and closes, except for the first one
     inbox         `TransferThread.submit`: commands of the engine's thread, in order; handshakes that have ended

@@ -19,7 +19,7 @@ from vllm.config.speculative import EagleModelTypes, SpeculativeConfig, Speculat
 from vllm.config.utils import replace
 
 from kvcached_nixl.patching import Patch
-from kvcached_nixl.patching.seat import find_seat, locate
+from kvcached_nixl.patching.patch import find_seat, locate
 from kvcached_nixl.vllm.adapter.specs import WITHOUT_KV, keeps_draft_kv
 from kvcached_nixl.vllm.adapter.versions import found_version
 from kvcached_nixl.vllm.patches import naming

@@ -22,7 +22,7 @@ from support.internals import holds_of, offers_of, parked_of
 from support.memory_transport import Posted
 
 from kvcached_nixl.ids import KernelBlock, PrefillRequestId
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.checked import convert
 from kvcached_nixl.wire.handshake import Answer, read_answer, read_rank
 from kvcached_nixl.wire.manifest import Manifest

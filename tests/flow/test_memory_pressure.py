@@ -11,8 +11,7 @@ from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
 from support.flow_pair import BLOCKS_EACH, DIRECTIONS, PROMPT, PULL, PUSH, Pair, is_computed, is_right, kind, prompt
 
-from kvcached_nixl.settings import Settings
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.wire.causes import RevocationCause
 
 PATIENCE = Settings.give_way_after_seconds

@@ -25,7 +25,7 @@ from support.flow_pair import PULL, PUSH, Pair, nothing_is_left_of_any
 from support.flow_schedule import Schedule
 
 from kvcached_nixl.scheduler.asking import questions
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 
 SEEDS = 300
 

@@ -8,7 +8,7 @@ from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
 from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, is_computed, is_right, kind
 
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 

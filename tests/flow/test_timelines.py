@@ -10,7 +10,7 @@ import pytest
 from support.flow_engine import Status
 from support.flow_pair import DIRECTIONS, PROMPT, PULL, PUSH, Pair, kind
 
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.step import FetchSpec, OfferUpdate, Step
 from kvcached_nixl.wire.timeline import State, Timeline
 

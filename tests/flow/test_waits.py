@@ -9,7 +9,7 @@ from support.flow_engine import Request, Status
 from support.flow_pair import BLOCKS_EACH, DIRECTIONS, PROMPT, PULL, PUSH, Pair, is_right, kind, prompt
 
 from kvcached_nixl.scheduler.giving_way import VAIN_TIMEOUTS
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.worker.transfer_thread import STANDING_SECONDS
 
 ALLOCATION_SECONDS = 20.0

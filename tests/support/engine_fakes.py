@@ -11,8 +11,7 @@ from typing import Any
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.scheduler.context import EngineContext, StockScheduler
-from kvcached_nixl.settings import Settings
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.wire.headroom import BlockUsage
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Keeps, KVGroup, KVGroups, Manifest, digest_of
 from kvcached_nixl.wire.params import RemotePrefill, prefill_params

@@ -37,8 +37,7 @@ from experiments.common.server_side.sitecustomize import wait_for_events
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.processes import Host
-from kvcached_nixl.settings import Settings
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import Transport, WriteGate, make_agent, open_gate, register
 from kvcached_nixl.wire.handshake import Answer, RankHandshake, Tensors, Weights
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from support.flow_asker import Asked
 from support.flow_engine import Request, Status

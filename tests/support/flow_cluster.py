@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvcached_nixl.settings import Settings
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import Ranges, TransferState
 from kvcached_nixl.vllm.adapter.tracing import traceparent_of
 from kvcached_nixl.wire.handshake import Process

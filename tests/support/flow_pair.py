@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvcached_nixl.ids import EngineId
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.messages import Message, Peer, decode, is_heartbeat
 from support.flow_cluster import FORGOTTEN_SECONDS, LEASE_SECONDS, TIMEOUT_SECONDS, Cluster

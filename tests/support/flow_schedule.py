@@ -22,8 +22,7 @@ from unittest.mock import patch
 
 from kvcached_nixl.scheduler import fetch_request as fetching
 from kvcached_nixl.scheduler.asking import questions
-from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import SERVER_LOGGER, TransferMode
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.handshake import Tensors, Weights
 from kvcached_nixl.wire.question import Outcome

@@ -9,16 +9,14 @@ from pathlib import Path, PurePosixPath
 
 PACKAGE = "kvcached_nixl"
 
-BASICS = {"errors", "ids", "deadlines", "transfer_mode"}
+BASICS = {"errors", "ids", "deadlines", "settings.TransferMode"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ids": set(),
     "deadlines": set(),
     "version": set(),
-    "current_device": set(),
     "processes": {"wire"},
-    "transfer_mode": set(),
-    "settings": {"errors", "transfer_mode"},
+    "settings": {"errors"},
     "side_channel_address": {"errors"},
     "wire": BASICS,
     "patching": {"errors"},
@@ -38,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "side_channel_address",
         "worker.geometry",
     },
-    "proof": {"errors", "settings", "current_device", "wire", "transport"},
+    "proof": {"errors", "settings", "wire", "transport"},
     "transport": {"errors", "ids", "side_channel_address", "settings", "wire"},
     "scheduler": {*BASICS, "wire", "settings", "side_channel_address"},
     # Of vLLM's worker the type only.
@@ -48,7 +46,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "settings",
         "transport",
         "proof.result",
-        "current_device",
         "processes",
         "vllm.adapter.nixl_worker",
     },
@@ -70,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "activation": {"errors", "settings", "vllm", "vllm.adapter", "vllm.patches", "patching", "cli.report"},
     "cli": {
         *("errors", "settings", "vllm.adapter", "patching", "proof", "transport", "version"),
-        *("side_channel_address", "scheduler.asking", "wire", "current_device"),
+        *("side_channel_address", "scheduler.asking", "wire"),
     },
     "__init__": {"activation.bootstrap", "cli.report", "patching", "version"},
     "__main__": {"errors", "settings", "vllm.adapter", "cli", "install", "status", "version"},
@@ -84,15 +81,15 @@ ROOMS: dict[str, set[str]] = {
     "worker/transfer": {"geometry", "background", "outcomes"},
     "worker/prefill": {"geometry", "transfer", "outcomes"},
     "worker/decode": {"geometry", "transfer", "background", "outcomes"},
-    "activation/autostart.py": {"import_hooks", "bootstrap"},
-    "activation/import_hooks.py": set(),
+    "activation/__init__.py": set(),
+    "activation/autostart.py": {"bootstrap", "raise_barrier", "set_watch"},
 }
 """Room (or module) within such a folder -> what else of the folder it may import. What is not here may import all."""
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "kvcached": ("vllm", "proof"),
-    "torch": ("vllm", "identity/memory.py", "worker", "proof", "cli/doctor.py", "current_device.py"),
+    "torch": ("vllm", "identity/memory.py", "worker", "proof", "cli/doctor.py", "transport/agent.py"),
     "nixl": ("transport/agent.py", "proof/__main__.py"),
     "zmq": ("transport/listener.py", "transport/side_channel.py"),
     "psutil": ("side_channel_address.py", "transport/listener.py"),

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from kvcached_nixl.patching import Target
-from kvcached_nixl.patching.seat import locate
+from kvcached_nixl.patching.patch import locate
 
 
 def entries() -> dict[str, Any]:

@@ -15,8 +15,7 @@ import numpy as np
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId
 from kvcached_nixl.processes import Host
-from kvcached_nixl.settings import Settings
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import TransferState
 from kvcached_nixl.wire.checked import MAX_TP_SIZE
 from kvcached_nixl.wire.handshake import Answer, Process, RankHandshake, Tensors, Weights

@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_nixl.errors import SettingsError
-from kvcached_nixl.settings import ActivationGate, MemoryPath, Settings, misspelled, read_gate, staged_on_host, unheeded
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import (
+    ActivationGate,
+    MemoryPath,
+    Settings,
+    TransferMode,
+    misspelled,
+    read_gate,
+    staged_on_host,
+    unheeded,
+)
 
 
 @pytest.mark.parametrize("word", ["1", "true", "True", "TRUE"])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes of vLLM's objects: private ones that this package reads, and those that it attaches.
+"""Attributes of vLLM's objects: private ones that this package reads, and those that it attaches; and what vLLM and
+kvcached have chosen on this host.
 
 A private name that is missing is a refusal, unless some supported vLLM lacks it. What is attached lives as long as its
 object: the facade of a connector, its side channel's address, our `Step` and `Report` of a step, and the engine core of
@@ -9,12 +10,16 @@ a scheduler.
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from kvcached_nixl.errors import ContractChanged
-from kvcached_nixl.side_channel_address import SideChannelAddress
+from kvcached_nixl.side_channel_address import PORT, SideChannelAddress
+from kvcached_nixl.vllm.adapter.locate import METADATA_MODULE
 from kvcached_nixl.wire.step import Report
 
 
@@ -124,3 +129,59 @@ def _carrier() -> Any:
 def core_of(engine_scheduler: Any) -> Any:
     """The engine core around a scheduler; None if there is no core process (an engine in its client's own process)."""
     return vars(engine_scheduler).get(CORE)
+
+
+# ------------------------------------------------------------------------------------------------------------ this host
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What vLLM and kvcached have detected or chosen.
+
+    Attributes:
+        device: vLLM's name of the kind of device.
+        memory_type: NIXL's memory type of the KV cache on that device.
+        page_bytes: size of kvcached's pages of physical memory.
+        is_contiguous: kvcached keeps all layers of a block side by side.
+    """
+
+    device: str
+    memory_type: str
+    page_bytes: int
+    is_contiguous: bool
+
+
+def platform() -> Platform:
+    """Source of the memory type: ``v1/nixl/base_worker.py``."""
+    from kvcached import utils
+
+    # This import sets environment variables of UCX, on which a proof depends.
+    importlib.import_module(METADATA_MODULE)
+    from vllm.platforms import current_platform
+
+    device = str(current_platform.device_type)
+    stock = current_platform.get_nixl_memory_type()
+    return Platform(
+        device=device,
+        memory_type=stock or ("DRAM" if device == "cpu" else "VRAM"),
+        page_bytes=int(utils.PAGE_SIZE),
+        is_contiguous=bool(utils.CONTIGUOUS_LAYOUT),
+    )
+
+
+def side_channel_address(index: int = 0) -> SideChannelAddress:
+    """The side channel of a data-parallel rank, as this process's environment configures it.
+
+    Raises:
+        SettingsError: it cannot be used.
+    """
+    from vllm import envs
+    from vllm.utils.network_utils import get_ip
+
+    host = str(private(envs, "VLLM_NIXL_SIDE_CHANNEL_HOST"))
+    try:
+        port: int | str = int(private(envs, "VLLM_NIXL_SIDE_CHANNEL_PORT"))
+    except ValueError:
+        # vLLM cannot read it as a number: `SideChannelAddress.of` refuses the text.
+        port = os.environ[PORT]
+    return SideChannelAddress.of(host, port, index, os.environ, get_ip)

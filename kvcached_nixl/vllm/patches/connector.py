@@ -27,10 +27,9 @@ from kvcached_nixl.settings import SERVER_LOGGER, MemoryPath, Settings
 from kvcached_nixl.transport.listener import Listener, start
 from kvcached_nixl.transport.side_channel import HandshakeWatch, SideChannel
 from kvcached_nixl.vllm.adapter import metrics
-from kvcached_nixl.vllm.adapter.attributes import ADDRESS, STEP, attach, carry, private, side_of
+from kvcached_nixl.vllm.adapter.attributes import ADDRESS, STEP, attach, carry, private, side_channel_address, side_of
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE, FACADE, PULL_FACADE, WORKER
 from kvcached_nixl.vllm.adapter.nixl_worker import WorkerView
-from kvcached_nixl.vllm.adapter.platform import side_channel_address
 from kvcached_nixl.vllm.adapter.specs import without_states
 from kvcached_nixl.vllm.adapter.versions import ASKS_FOR_RESULTS, HASHES_AHEAD, HITS_DIVERGE, LOADS_BEHIND
 from kvcached_nixl.vllm.patches.step_output import is_whole, scheduled
@@ -270,11 +269,7 @@ def unregister_kv_caches(call: Call) -> None:
     Does nothing: kvcached's pages stay where they are while vLLM sleeps, and so does the slab."""
 
 
-@Patch(PULL_FACADE, "restore_kv_caches", "worker", "self", versions=HASHES_AHEAD.later)
-def restore_kv_caches(call: Call) -> None:
-    """Without it, vLLM would take memory from NIXL that the transfer thread is using, and could not give it back.
-
-    Does nothing, as `unregister_kv_caches`."""
+restore_kv_caches = dataclasses.replace(unregister_kv_caches, attribute="restore_kv_caches")
 
 
 @Patch(FACADE, "shutdown", "every", "self")

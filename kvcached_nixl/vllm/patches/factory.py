@@ -25,10 +25,9 @@ from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
 from kvcached_nixl.processes import has_ancestor
 from kvcached_nixl.scheduler.context import StockScheduler
 from kvcached_nixl.scheduler.facade import build_scheduler
-from kvcached_nixl.settings import SERVER_LOGGER, Settings, staged_on_host, unheeded
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import SERVER_LOGGER, Settings, TransferMode, staged_on_host, unheeded
 from kvcached_nixl.vllm import NIXL_PREFIX
-from kvcached_nixl.vllm.adapter.attributes import attach, connectors, private
+from kvcached_nixl.vllm.adapter.attributes import attach, connectors, private, side_channel_address
 from kvcached_nixl.vllm.adapter.locate import (
     CONNECTOR_BASE,
     ENGINE_SCHEDULER,
@@ -42,7 +41,6 @@ from kvcached_nixl.vllm.adapter.locate import (
     WORKER_PROCESS,
 )
 from kvcached_nixl.vllm.adapter.neighbours import connector_classes, is_tier, require_no_replacement, require_servable
-from kvcached_nixl.vllm.adapter.platform import side_channel_address
 from kvcached_nixl.vllm.adapter.requests import RequestReader
 from kvcached_nixl.vllm.adapter.specs import keeps_of, specs_of
 from kvcached_nixl.vllm.adapter.tracing import spans_of

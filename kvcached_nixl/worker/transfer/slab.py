@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kvcached_nixl.current_device import select
+from kvcached_nixl.transport.agent import select_device
 from kvcached_nixl.wire.planes import GroupMemory, Planes
 from kvcached_nixl.worker.geometry.layout import Layout, Region
 
@@ -66,7 +66,7 @@ class Slab:
         begins = list(_begins(layout.regions, num_blocks))
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
-            select(layout.device.type, layout.device.index or 0)
+            select_device(layout.device.type, layout.device.index or 0)
             return (
                 torch.empty(begins[-1] + _ALIGNED_BYTES, dtype=torch.uint8, device=device, pin_memory=is_elsewhere),
                 torch.empty(num_blocks, dtype=torch.int64, device=layout.device),

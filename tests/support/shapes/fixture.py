@@ -24,7 +24,7 @@ from packaging.version import Version
 from experiments.common.vllm_source import Source
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching import Patch, Target
-from kvcached_nixl.patching.seat import find_seat, locate
+from kvcached_nixl.patching.patch import find_seat, locate
 from kvcached_nixl.vllm import KV_TRANSFER, NIXL_PREFIX
 from kvcached_nixl.vllm.adapter.locate import FACADE_CLASS_NAMES, HTTP_MIDDLEWARE, WORKER, WORKER_PROCESS
 from kvcached_nixl.vllm.adapter.versions import reason_on

@@ -519,86 +519,62 @@ def test_a_state_of_another_kind_is_another_fact(
     assert dict(worker(kv_cache_config=config).facts) == after
 
 
+def drafting(method: str, num_tokens: int = 2, model: str = "Qwen3NextForCausalLM") -> dict[str, Any]:
+    speculative = SimpleNamespace(method=method, num_speculative_tokens=num_tokens, model="s", draft_model_config=None)
+    return {"speculative": speculative, "architectures": [model]}
+
+
+SERVED, KEPT = [HITS_DIVERGE], {"num_prefill_checkpoint_blocks": 1}
+IN_BLOCKS = {"mamba_cache_mode": "align"}
+
+
+@pytest.mark.usefixtures("attention_backends")
 @pytest.mark.parametrize(
-    ("mode", "drafts", "serves_states", "words"),
+    ("has", "fields", "changed", "found"),
     [
-        ("none", None, True, []),
-        ("align", 0, True, []),
-        ("all", None, True, ["--mamba-cache-mode all"]),
-        ("align", 2, True, ["--speculative-config with method ngram for Qwen3NextForCausalLM"]),
-        ("none", None, False, ["layers that keep a state, with vLLM"]),
+        ([], {}, {}, "layers that keep a state, with vLLM"),
+        (SERVED, {}, {}, ""),
+        (SERVED, {"mamba_cache_mode": "all"}, {}, "--mamba-cache-mode all"),
+        (SERVED, {}, {"use_replayssm": True}, "--use-replayssm"),
+        # Drafts, where they were compared with stock.
+        (SERVED, IN_BLOCKS, drafting("ngram", 0), ""),
+        (SERVED, IN_BLOCKS, drafting("ngram"), "--speculative-config with method ngram for Qwen3NextForCausalLM"),
+        (SERVED, {}, drafting("mtp", model="Qwen3_5ForCausalLM"), "--speculative-config"),
+        ([*SERVED, HASHES_AHEAD], {}, drafting("mtp"), ""),
+        ([*SERVED, HASHES_AHEAD], {}, drafting("mtp", model="Qwen3_5MoeForConditionalGeneration"), ""),
+        ([*SERVED, HASHES_AHEAD], {}, drafting("mtp", model="KimiLinearForCausalLM"), "--speculative-config"),
+        ([*SERVED, HASHES_AHEAD], {}, drafting("ngram"), ""),
+        ([*SERVED, HASHES_AHEAD], {}, drafting("eagle"), ""),
+        ([*SERVED, HASHES_AHEAD], {}, drafting("dflash"), ""),
+        ([*SERVED, HASHES_AHEAD], {}, drafting("dspark"), "--speculative-config"),
+        # From 0.32 on every layer of Mamba2 says that it keeps a checkpoint; without a prefix cache it keeps none.
+        (SERVED, KEPT, {}, ""),
+        (SERVED, {**IN_BLOCKS, **KEPT}, {}, "checkpoints of states while a prompt is computed"),
+        ([*SERVED, COUNTS_EXTERNAL_WEIGHTS], KEPT, {}, ""),
+        ([*SERVED, COUNTS_EXTERNAL_WEIGHTS], {**IN_BLOCKS, **KEPT}, {}, ""),
     ],
 )
 def test_what_would_make_a_state_the_wrong_one_is_refused(
-    mode: str,
-    drafts: int | None,
-    serves_states: bool,
-    words: list[str],
-    attention_backends: list[list[str]],
-    install: Install,
+    has: list[Change],
+    fields: dict[str, Any],
+    changed: dict[str, Any],
+    found: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A state at every block boundary; kernels that were not run with drafts; an engine that cannot load it."""
-    install(*[HITS_DIVERGE] * serves_states)
-    monkeypatch.setattr(MambaSpec, "mamba_cache_mode", mode)
-    speculative = None if drafts is None else SimpleNamespace(method="ngram", num_speculative_tokens=drafts)
-    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()), speculative=speculative)
-    assert [found[: len(word)] for (found, _), word in zip(view.unserved, words, strict=True)] == words
-    assert worker(speculative=speculative).unserved == [], "only where there are states"
-
-
-@pytest.mark.parametrize(
-    ("method", "model", "is_new", "is_served"),
-    [
-        ("mtp", "Qwen3NextForCausalLM", True, True),
-        ("mtp", "Qwen3_5MoeForConditionalGeneration", True, True),
-        ("mtp", "Qwen3_5ForCausalLM", False, False),
-        ("ngram", "Qwen3NextForCausalLM", True, True),
-        ("eagle", "Qwen3NextForCausalLM", True, True),
-        ("dflash", "Qwen3NextForCausalLM", True, True),
-        ("dspark", "Qwen3NextForCausalLM", True, False),
-        ("mtp", "KimiLinearForCausalLM", True, False),
-    ],
-)
-def test_drafts_with_states_are_served_where_they_were_compared(
-    method: str, model: str, is_new: bool, is_served: bool, attention_backends: list[list[str]], install: Install
-) -> None:
-    install(HITS_DIVERGE, *[HASHES_AHEAD] * is_new)
-    config = cache_of(FullAttentionSpec(), MambaSpec())
-    speculative = SimpleNamespace(method=method, num_speculative_tokens=2, model="s", draft_model_config=None)
-    view = worker(kv_cache_config=config, speculative=speculative, architectures=[model])
-    assert (not [one for one, _ in view.unserved if "speculative" in one]) is is_served
-    plain, drafting = MambaSpec(), MambaSpec()
-    vars(drafting)["num_speculative_blocks"] = 2
-    assert kv_cache_specs.kind_of(drafting) == f"{kv_cache_specs.kind_of(plain)} num_speculative_blocks=2"
-
-
-def test_states_that_are_kept_in_pieces_are_refused(attention_backends: list[list[str]], install: Install) -> None:
-    install(HITS_DIVERGE)
-    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()), use_replayssm=True)
-    assert [one for one, _ in view.unserved] == ["--use-replayssm"]
-
-
-@pytest.mark.parametrize(
-    ("mode", "keeps_checkpoints", "is_served"),
-    [("none", False, True), ("none", True, True), ("align", False, False), ("align", True, True)],
-)
-def test_checkpoints_of_states_are_served_where_vllm_keeps_them_before_the_last_block(
-    mode: str,
-    keeps_checkpoints: bool,
-    is_served: bool,
-    attention_backends: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From 0.32 on every layer of Mamba2 says that it keeps one; without a prefix cache it keeps none."""
-    has = [HITS_DIVERGE, *[COUNTS_EXTERNAL_WEIGHTS] * keeps_checkpoints]
+    """A state at every block boundary, or in pieces; kernels that were not run with drafts; an engine that cannot load
+    it."""
     monkeypatch.setattr(kv_cache_specs, "installed_has", has.__contains__)
-    monkeypatch.setattr(MambaSpec, "mamba_cache_mode", mode)
-    monkeypatch.setattr(MambaSpec, "num_prefill_checkpoint_blocks", 1, raising=False)
-    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), MambaSpec()))
-    assert [found for found, _ in view.unserved] == (
-        [] if is_served else ["checkpoints of states while a prompt is computed"]
-    )
+    spec = MambaSpec()
+    vars(spec).update(fields)
+    view = worker(kv_cache_config=cache_of(FullAttentionSpec(), spec), **changed)
+    assert [one[: len(found)] for one, _ in view.unserved] == ([found] if found else [])
+    assert worker(**changed).unserved == [], "only where there are states"
+
+
+def test_states_of_drafts_are_of_another_kind() -> None:
+    plain, with_drafts = MambaSpec(), MambaSpec()
+    vars(with_drafts)["num_speculative_blocks"] = 2
+    assert kv_cache_specs.kind_of(with_drafts) == f"{kv_cache_specs.kind_of(plain)} num_speculative_blocks=2"
 
 
 @pytest.mark.parametrize(

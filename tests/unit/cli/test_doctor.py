@@ -23,7 +23,7 @@ from kvcached_nixl.cli import ask
 from kvcached_nixl.cli.doctor import FILES, LOCKED, MAPPINGS, SHARED, UNLIMITED, Limits, limits, shortfalls
 from kvcached_nixl.ids import LogicalBlock
 from kvcached_nixl.scheduler.asking.settings import KEY_VARIABLE
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.transport.listener import Listener
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import MANIFEST_KEY, RemotePrefill, prefill_params

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached_nixl.patching.record`: an argument is found as Python itself would bind it."""
+"""`kvcached_nixl.patching.patch`: an argument is found as Python itself would bind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_nixl.patching.record import Call, positions_of
+from kvcached_nixl.patching.patch import Call, positions_of
 
 
 def ordinary(one: Any, two: Any, three: Any = 3) -> Any:

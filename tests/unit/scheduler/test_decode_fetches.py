@@ -23,7 +23,7 @@ from support.internals import forbid_scans, leftovers
 
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange, digest_of
 from kvcached_nixl.wire.step import EndRenewal, FetchSpec, Step, UnneededOffer

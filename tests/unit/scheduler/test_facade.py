@@ -30,8 +30,8 @@ from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
 from kvcached_nixl.scheduler.facade import SchedulerFacade, build_scheduler
 from kvcached_nixl.scheduler.giving_way import UNHEARD_SECONDS
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
-from kvcached_nixl.transfer_mode import TransferMode
 from kvcached_nixl.vllm.adapter.requests import RequestReader, RequestView
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.causes import FailureCause

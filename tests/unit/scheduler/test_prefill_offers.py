@@ -21,7 +21,7 @@ from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress
 from kvcached_nixl.scheduler.kept_offers import ASK_AGAIN_SECONDS
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.step import BlockIds, OfferUpdate, Revocation, Revoke, Step, Stop
 

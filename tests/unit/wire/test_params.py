@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support.codecs import each, fuzz, plain_id
 
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.checked import MAX_TP_SIZE, Malformed
 from kvcached_nixl.wire.manifest import PROTOCOL, BlockRange, Manifest

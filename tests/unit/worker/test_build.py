@@ -15,8 +15,7 @@ from support.worker_fakes import DIGEST, TOKENS, WEIGHTS, Asking, manifest
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.settings import Settings
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.wire.handshake import RankHandshake, read_rank
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.wire.step import OfferUpdate, Step, WakeAddress

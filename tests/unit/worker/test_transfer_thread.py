@@ -17,7 +17,7 @@ from support.worker_fakes import DIGEST, START, TOKENS, WEIGHTS, Local, manifest
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, RevocationCause
 from kvcached_nixl.wire.messages import PREFIX, Message, Peer, Reading, Release, Stopped, encode, heartbeats

@@ -19,7 +19,7 @@ from kvcached_nixl.scheduler.asking.asking import Asking
 from kvcached_nixl.scheduler.asking.local import LocalPrefills
 from kvcached_nixl.scheduler.asking.servers import Server
 from kvcached_nixl.scheduler.asking.settings import AskSettings
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import HandOverFailed
 from kvcached_nixl.wire.params import HEADROOM_KEY
 from kvcached_nixl.wire.question import Outcome, Question

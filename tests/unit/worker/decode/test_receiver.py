@@ -24,7 +24,7 @@ from support.worker_fakes import (
 )
 
 from kvcached_nixl.ids import DecodeRequestId
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Process

@@ -27,7 +27,7 @@ from support.worker_fakes import (
 )
 
 from kvcached_nixl.ids import KernelBlock, PrefillRequestId
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (

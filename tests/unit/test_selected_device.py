@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,11 @@ import torch
 from support.kvcached_memory import Geometry
 from support.memory_transport import Network
 
-from kvcached_nixl.current_device import select
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.proof import __main__ as prover
 from kvcached_nixl.proof.result import Question
-from kvcached_nixl.settings import Settings
-from kvcached_nixl.transfer_mode import TransferMode
+from kvcached_nixl.settings import Settings, TransferMode
+from kvcached_nixl.transport.agent import select_device
 from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker import facade as starting
 from kvcached_nixl.worker.background import Work
@@ -108,71 +108,34 @@ class Event:
         return True
 
 
+ANSWERS = {"get_agent_metadata": b"nixl", "get_new_notifs": {}, "initialize_xfer": "handle", "check_xfer_state": "DONE"}
+QUIET = ("get_agent_metadata", "get_reg_descs", "get_xfer_descs", "transfer")
+
+
 class Agent:
-    """NIXL's, as far as a worker and a member of the prover use it."""
+    """NIXL's, as far as a worker and a member of the prover use it: each other call uses the device."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
 
-    def get_agent_metadata(self) -> bytes:
-        return b"nixl"
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **_: Any) -> Any:
+            if name not in QUIET:
+                # vLLM has selected the device of the thread that registers memory.
+                (self._platform.notes if name == "register_memory" else self._platform.uses)(name)
+            return ANSWERS.get(name, arguments[0] if arguments else None)
 
-    def get_reg_descs(self, rows: list[Any], memory_type: str) -> Any:
-        return rows, memory_type
-
-    def register_memory(self, descriptors: Any, backends: list[str]) -> None:
-        self._platform.notes("registers")
-
-    def get_xfer_descs(self, rows: Any, memory_type: str) -> Any:
-        return rows
-
-    def get_new_notifs(self) -> dict[str, list[bytes]]:
-        self._platform.uses("hears")
-        return {}
-
-    def add_remote_agent(self, metadata: bytes) -> bytes:
-        self._platform.uses("meets")
-        return metadata
-
-    def initialize_xfer(self, *arguments: Any) -> str:
-        self._platform.uses("moves")
-        return "handle"
-
-    def transfer(self, handle: str) -> str:
-        return "PROC"
-
-    def check_xfer_state(self, handle: str) -> str:
-        self._platform.uses("looks")
-        return "DONE"
-
-    def release_xfer_handle(self, handle: str) -> None:
-        self._platform.uses("releases")
+        return call
 
 
-class Stock:
+def stock(agent: Agent) -> Any:
     """vLLM's worker, rank 1 of 2."""
-
-    backends = ("UCX",)
-    memory_type = "VRAM"
-    device_id = 1
-    engine_id = "e"
-    tp_size, tp_rank, pp_size, pp_rank = 2, 1, 1, 0
-    kernel_blocks_per_block = 1
-    kv_shares = 1
-    answers_before_drafts = zeroes_blocks = False
-    facts = ()
-
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
-
-    def share_of(self, num_heads: int) -> HeadShare:
-        return HeadShare(self.tp_rank * num_heads)
-
-    def keep_registered(self, descriptors: Any) -> None:
-        pass
-
-    def offer_handshake(self, compatibility: str, metadata: bytes) -> None:
-        pass
+    return SimpleNamespace(
+        agent=agent, backends=("UCX",), memory_type="VRAM", device_id=1, engine_id="e",
+        tp_size=2, tp_rank=1, pp_size=1, pp_rank=0, kernel_blocks_per_block=1, kv_shares=1,
+        answers_before_drafts=False, zeroes_blocks=False, facts=(), share_of=HeadShare,
+        keep_registered=lambda descriptors: None, offer_handshake=lambda compatibility, metadata: None,
+    )  # fmt: skip
 
 
 class Channel:
@@ -212,7 +175,7 @@ def new_threads() -> Iterator[Callable[[], set[str]]]:
 
 def test_a_thread_that_selects_has_the_context_too(platform: Platform) -> None:
     """Torch selects nothing where the device is the thread's already, so rank 0 would have no context."""
-    select("cuda", 1)
+    select_device("cuda", 1)
     assert platform.did[threading.current_thread().name] == ["selects 1", "a context"]
 
 
@@ -222,10 +185,8 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     """The transfer thread, which NIXL and events are asked on; those that copy and that digest, with their streams."""
     monkeypatch.setattr(starting, "open_gate", lambda *_: Network().open_gate("e"))
     slab = Slab(layout, 4, torch.device("cpu"))
-    stock: Any = Stock(Agent(platform))
-    side = starting.build_worker(
-        stock, Registered(layout, LAYERS, slab, "VRAM"), Settings(TransferMode.PULL), Channel(), Clock()
-    )
+    there = Registered(layout, LAYERS, slab, "VRAM")
+    side = starting.build_worker(stock(Agent(platform)), there, Settings(TransferMode.PULL), Channel(), Clock())
     (made,) = (name for name in platform.did if name.startswith("kvcached-nixl-slab"))
     assert platform.did[made] == ["selects 1", "a context", "pinned memory", "its memory"]
     names = new_threads()
@@ -241,7 +202,7 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     context.checksums.background.submit(Work("a digest", lambda: None, lambda *_: digested.set()))  # type: ignore[arg-type]
     assert copied.wait(SECONDS) and digested.wait(SECONDS)
     side.close()
-    assert "hears" in platform.did["kvcached-nixl-transfer"]
+    assert "get_new_notifs" in platform.did["kvcached-nixl-transfer"]
     for name in ("kvcached-nixl-copies", "kvcached-nixl-checksums"):
         assert platform.did[name][2:] == ["a stream", "a stream begins", "a stream ends", "a stream is waited for"]
 
@@ -251,9 +212,9 @@ def test_a_device_that_cannot_be_selected_ends_the_start(platform: Platform, lay
     """It raises in the worker that starts the thread; nothing waits for a thread that has ended."""
     slab = Slab(layout, 4, torch.device("cpu")) if staged else None
     platform.broken = True
-    stock: Any = Stock(Agent(platform))
+    there = Registered(layout, LAYERS, slab)
     with pytest.raises(RuntimeError, match="no such device"):
-        starting.build_worker(stock, Registered(layout, LAYERS, slab), Settings(TransferMode.PULL), Channel(), Clock())
+        starting.build_worker(stock(Agent(platform)), there, Settings(TransferMode.PULL), Channel(), Clock())
 
 
 def test_a_member_of_the_prover_does_what_a_worker_does(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +236,8 @@ def test_a_member_of_the_prover_does_what_a_worker_does(platform: Platform, monk
     one.meet(b"peer")
     one.move("READ", "ordinary", 0, [0], prover.MIXED)
     here = platform.did.pop(threading.current_thread().name)
-    assert here[:3] == ["selects 1", "a context", "an agent"] and "registers" in here
-    assert not {"meets", "moves", "looks"} & set(here)
+    assert here[:3] == ["selects 1", "a context", "an agent"] and "register_memory" in here
+    assert not {"add_remote_agent", "initialize_xfer", "check_xfer_state"} & set(here)
     (there,) = platform.did.values()
-    assert there == ["selects 1", "a context", "meets", "moves", "looks", "releases"]
+    moves = ("add_remote_agent", "initialize_xfer", "check_xfer_state", "release_xfer_handle")
+    assert there == ["selects 1", "a context", *moves]
