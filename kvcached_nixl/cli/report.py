@@ -34,8 +34,8 @@ COMPARED: Mapping[str, str] = MappingProxyType(
         ),
         "configuration": (
             "the model's, setting by setting, with overrides (rope, windows), its dtype, quantization, implementation, "
-            "code that computes and is not vLLM's, and how media are processed (options, and the model's own files and "
-            "code for it)"
+            "code that computes and is not vLLM's, rotary angles that follow from `--max-model-len`, and how media are "
+            "processed (options, and the model's own files and code for it)"
         ),
         "draft models": "as the model, where their KV is in the cache; drafts without a model (ngram) are not compared",
         "LoRA": (

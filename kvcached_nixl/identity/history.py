@@ -73,6 +73,9 @@ class ModelWeights(NamedTuple):
 
 @dataclass
 class WeightsHistory:
+    """``computes``: by what the model computes, besides its weights (`adapter.weights`); None until that was read."""
+
+    computes: frozenset[str] | None = None
     _readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kvcached-nixl-checkpoint"))
     # Files that are loaded together, and what the model was built from: names of the tensors in its files.
     _load: object = None

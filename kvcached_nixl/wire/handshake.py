@@ -77,7 +77,8 @@ class Weights(msgspec.Struct, frozen=True):
         loaded: as they were loaded, before kernels rewrote them; without content if they have changed since.
         files: checksum of the files that they were loaded from; "" if they have changed since, or if it is unknown.
         each_file: (name, 8 digits of its checksum) of each file, for `misfit` to name one.
-        code: checksum of the model's own Python code (``--trust-remote-code``) that computes; "" if vLLM's does.
+        code: checksum of what else it computes by: Python code that is not vLLM's, choices by the longest prompt; "" if
+            there is none.
         note: why something of this is not known, as text.
     """
 
@@ -96,7 +97,8 @@ class Weights(msgspec.Struct, frozen=True):
         decide where neither can be compared: they are read in part.
         """
         if self.code != theirs.code:
-            return f"found the model's own code {theirs.code or 'not in use'}; expected {self.code or 'not in use'}"
+            found, expected = theirs.code or "none", self.code or "none"
+            return f"found code that is not vLLM's, or rotary angles, with checksum {found}; expected {expected}"
         pairs = (self.memory, theirs.memory), (self.loaded, theirs.loaded)
         comparable = [(ours, other) for ours, other in pairs if ours.is_comparable(other)]
         if comparable:

@@ -248,6 +248,7 @@ class Outcome(msgspec.Struct, frozen=True):
         is_final: the server refuses this prompt, and would refuse it again.
         is_of_server: it would give this answer to any prompt.
         is_busy: the server cannot take requests now.
+        is_of_adapter: it may be for the prompt's adapter, which the server lacks, or has in another version.
         has_prompt: the server had the whole prompt when its connection ended.
         retry_after_seconds: what it said.
     """
@@ -256,6 +257,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_final: bool = False
     is_of_server: bool = False
     is_busy: bool = False
+    is_of_adapter: bool = False
     has_prompt: bool = False
     retry_after_seconds: float = 0.0
 

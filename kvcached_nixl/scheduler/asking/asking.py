@@ -38,6 +38,8 @@ from kvcached_nixl.wire.question import Outcome
 from kvcached_nixl.wire.timeline import State
 
 MOST_PASSED = 16
+GRAMMAR_SECONDS = 0.01
+"""Interval for looking whether a grammar is compiled."""
 PASSING_SECONDS = 10.0
 """For how long others may be asked for before one that finds no room."""
 
@@ -70,6 +72,9 @@ class Asking:
         # Requests that vLLM has in its queue, and that are to be held.
         self._to_hold: list[str] = []
         self._num_arrived = 0
+        # vLLM begins them when their grammars are compiled, which may be never: nothing is kept or promised for them.
+        self._compiling: list[Wanted] = []
+        self._compiled_at_seconds = 0.0
         # When the server may be asked that those who wait are waiting for.
         self._rested_at_seconds: float | None = None
         self.window = Window()
@@ -82,7 +87,9 @@ class Asking:
     @property
     def due_at_seconds(self) -> float | None:
         """When `turn` has to be called, whatever happens until then; None if it need not."""
-        return earliest(self.servers.silent_at_seconds, self._rested_at_seconds, self._limit.deadlines.first_seconds)
+        compiled_at_seconds = self._compiled_at_seconds if self._compiling else None
+        rested_at_seconds = earliest(self._rested_at_seconds, compiled_at_seconds)
+        return earliest(self.servers.silent_at_seconds, rested_at_seconds, self._limit.deadlines.first_seconds)
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
@@ -180,7 +187,7 @@ class Asking:
             self.questions.settled(wanted)
         for params in self.questions.take_unneeded():
             self._fetching.unneeded(params)
-        self.figures.held = len(self._queue) + len(self.questions.looked_up)
+        self.figures.held = len(self._queue) + len(self._compiling) + len(self.questions.looked_up)
         self.figures.asked = len(self.questions.asked)
         self.figures.promised_blocks = self.window.num_promised
         return self.local.turn(blocks, self._fetching.received) or may_begin
@@ -203,7 +210,14 @@ class Asking:
         goes on now."""
         may_begin = False
         fresh, self._queue.fresh = self._queue.fresh, []
+        now = self._engine.clock.now_seconds()
+        if now >= self._compiled_at_seconds:
+            fresh, self._compiling = self._compiling + fresh, []
+            self._compiled_at_seconds = now + GRAMMAR_SECONDS
         for wanted in [one for one in fresh if one.stage is Stage.WAITING]:
+            if wanted.request.awaits_grammar:
+                self._compiling.append(wanted)
+                continue
             choice = self.servers.choose(*wanted.choice) if may_compute else None
             if not self._goes_on_here(wanted, choice):
                 self._queue.push(wanted)
@@ -338,10 +352,6 @@ class Asking:
 
     def _go_on(self, wanted: Wanted, params: Mapping[str, Any]) -> None:
         wanted.stage = Stage.FETCHING
-        if wanted.request.awaits_grammar:
-            # vLLM begins it when that is compiled, which may be never: equal ones do not wait for it.
-            self._queue.land(wanted, is_cached=False)
-            wanted.prefix = None
         self._engine.blocks.release(wanted.request.request_id, params)
         self._fetching.arrived(wanted.request, computes=not self._is_required)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import msgspec
+
 from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.local import BreakEven
 from kvcached_nixl.scheduler.asking.servers import Choice, Server, Servers
@@ -118,24 +120,26 @@ class Questions:
     def _failed(self, number: int, outcome: Outcome) -> tuple[Wanted, Found]:
         wanted = self.asked[number]
         outcome = self._servers.judged(wanted.tried[-1], outcome)
+        if outcome.is_final and wanted.question.adapter:
+            outcome = msgspec.structs.replace(outcome, is_of_adapter=True)
         self.close(wanted, outcome.ended)
-        self._charge(wanted, outcome, may_be_adapter=outcome.is_final)
+        self._charge(wanted, outcome)
         return wanted, outcome
 
     def lost(self, wanted: Wanted, failure: HandOverFailed) -> Outcome:
         """The KV of a request that goes on does not come."""
-        outcome = Outcome(str(failure), is_of_server=failure.cause in _OF_SERVER)
+        cause, is_of_adapter = failure.cause, failure.cause is FailureCause.DIGEST and bool(wanted.question.adapter)
+        outcome = Outcome(str(failure), is_of_server=cause in _OF_SERVER, is_of_adapter=is_of_adapter)
         self.close(wanted, outcome.ended)
-        if outcome.is_of_server or failure.cause in _OF_PREFILL:
-            self._charge(wanted, outcome, may_be_adapter=failure.cause is FailureCause.DIGEST)
+        if outcome.is_of_server or cause in _OF_PREFILL:
+            self._charge(wanted, outcome)
         return outcome
 
-    def _charge(self, wanted: Wanted, outcome: Outcome, *, may_be_adapter: bool) -> None:
+    def _charge(self, wanted: Wanted, outcome: Outcome) -> None:
         *before, server = wanted.tried
-        # One adapter that a server lacks, or that differs, says nothing of the others, nor of the base model. A prompt
-        # that fails twice is one prompt: with another one like it, a server that is well would rest.
-        is_of_adapter = may_be_adapter and bool(wanted.question.adapter)
-        if outcome.is_of_server or not (is_of_adapter or server in before):
+        # One adapter says nothing of the others, nor of the base model. A prompt that fails twice is one prompt: with
+        # another one like it, a server that is well would rest.
+        if outcome.is_of_server or not (outcome.is_of_adapter or server in before):
             self._servers.failed(server, outcome)
 
     def learn(self, wanted: Wanted, outcome: Outcome) -> None:
@@ -148,9 +152,11 @@ class Questions:
             wanted.tried.clear()
 
     def has_tries(self, wanted: Wanted) -> bool:
-        """Whether a server is asked for it once more."""
-        asks_another = not wanted.outcome.is_final or any(one not in wanted.tried for one in self._servers.all)
-        return asks_another and len(wanted.tried) < MOST_TRIES
+        """Whether a server is asked for it once more. Adapters are spread over servers: one of them may have it."""
+        is_left = any(one not in wanted.tried for one in self._servers.all)
+        if wanted.outcome.is_of_adapter:
+            return is_left
+        return (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES
 
     def unusable(self, params: Mapping[str, Any], wanted: Wanted) -> str:
         """Why an answer cannot be used; "" if it can."""

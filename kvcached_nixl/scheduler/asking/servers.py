@@ -213,6 +213,9 @@ class Servers:
         now = self.clock.now_seconds()
         if not server.asked:
             server.last_sign_seconds = now
+        if now > server.rests_until_seconds + self._silence_seconds:
+            # Nobody has asked it meanwhile.
+            server.busy_since_seconds = 0.0
         server.asked[number] = num_tokens, now
         for one in hashes[STRIDE - 1 :: STRIDE]:
             self._known[one] = server, server.num_outages

@@ -14,7 +14,7 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ from kvcached_nixl.wire.handshake import Weights
 
 _HISTORY = "_kvcached_nixl_weights"
 _LOAD = "_kvcached_nixl_load"
-_BUILT_FOR = "_kvcached_nixl_built_for"
 
 
 def note_files(loader: Any, name: str, subfolder: str | None, files: Sequence[str]) -> None:
@@ -95,11 +94,10 @@ def watch_loading(loader: Any) -> None:
 
     def loads_model(*arguments: Any, **named: Any) -> Any:
         building.is_over = False
-        config = inspect.signature(load_model).bind(*arguments, **named).arguments["model_config"]
-        vars(config).setdefault(_BUILT_FOR, config.max_model_len)
         with building:
             model = load_model(*arguments, **named)
         history = _adopt(loader, model)
+        _computes_by(model)
         history.built(loaded, distrust(type(loader)))
         history.begins(_reading(model, moves=False).tensors)
         return model
@@ -142,7 +140,8 @@ def weights_of(worker: Any) -> tuple[Weights, Mapping[str, Sequence[str]]]:
     if parallel.enable_expert_parallel:
         placement = parallel.expert_placement_strategy, parallel.eplb_config
         place += f", experts {parallel.data_parallel_rank} of {parallel.data_parallel_size} {placement}"
-    return joined(found, place, _own_code(models.values()))
+    computes = sorted(frozenset().union(*map(_computes_by, models.values())))
+    return joined(found, place, checksum_of({"computes": computes}) if computes else "")
 
 
 def _history(owner: Any) -> WeightsHistory:
@@ -188,7 +187,6 @@ def model_facts(config: Any) -> dict[str, object]:
         "quantization": model.quantization or "-",
         "implementation": private(model, "model_impl"),
         "window": "off" if private(model, "disable_sliding_window") else "-",
-        **_of_longest_prompt(model),
     }
     if (settings := private(model, "quantization_config")) is not None:
         # vLLM has some besides those of the model.
@@ -203,11 +201,8 @@ def model_facts(config: Any) -> dict[str, object]:
     speculative = config.speculative_config
     if keeps_draft_kv(speculative):
         draft = speculative.draft_model_config
-        drafted = ["-"] if draft is None else [checksum_of(draft.hf_config.to_dict()), draft.dtype]
-        if draft is not None:
-            # vLLM builds it under its own configuration, or under the model's.
-            drafted += [_long_rope(draft.hf_text_config, _longest(one)) for one in (draft, model)]
-        facts["drafts"] = " ".join(map(str, (speculative.method, *drafted)))
+        drafted = "-" if draft is None else f"{checksum_of(draft.hf_config.to_dict())} {draft.dtype}"
+        facts["drafts"] = f"{speculative.method} {drafted}"
     return facts
 
 
@@ -224,36 +219,25 @@ def _models(worker: Any) -> dict[str, Any]:
     return found
 
 
-def _of_longest_prompt(model: Any) -> dict[str, object]:
-    """What a model computes otherwise if the engine allows long prompts (--max-model-len), and its configuration does
-    not say."""
-    text, tunes = model.hf_text_config, "attn_temperature_tuning"
-    facts: dict[str, object] = {"rope": _long_rope(text, _longest(model))}
-    if hasattr(text, tunes):
-        # ``models/llama4.py``: Llama 4 writes it into a copy of its text's configuration.
-        chosen = {**private(model, "try_get_generation_config")(), **private(model, "override_generation_config")}
-        facts["temperature tuning"] = chosen.get(tunes, _longest(model) > 32_768)
-    return facts
+def _computes_by(model: Any) -> frozenset[str]:
+    """What the bytes of KV follow from besides vLLM's code and what `model_facts` has, as it was when the model was
+    built: files may be replaced, and with ``--max-model-len auto`` vLLM lowers the maximum afterwards."""
+    history = _history(model)
+    if history.computes is None:
+        history.computes = frozenset({*_own_code(model), *_choices(model)})
+    return history.computes
 
 
-def _longest(model: Any) -> int:
-    """What the model was built for: with --max-model-len auto, vLLM lowers it afterwards."""
-    return int(vars(model).get(_BUILT_FOR, model.max_model_len))
-
-
-def _long_rope(text: Any, max_model_len: int) -> str:
-    """Which rotary angles a model uses: one with longrope has others if the engine allows prompts longer than the
-    original maximum, and dynamic ones that know how long they were trained may follow from the longest prompt."""
-    turns = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    if "max_trained_positions" in str(turns):
-        return str(max_model_len)
-    if "longrope" not in str(turns) and "'su'" not in str(turns):
-        return "-"
-    made_for = getattr(text, "original_max_position_embeddings", None)
-    # Kinds of layers may have turns of their own.
-    kinds = [one for one in (turns, *turns.values()) if isinstance(one, Mapping)]
-    limits: set[int] = {made_for or one.get("original_max_position_embeddings", 0) for one in kinds}
-    return " ".join("long" if max_model_len > one else "short" for one in sorted(limits))
+def _choices(model: Any) -> Iterator[str]:
+    """What modules have chosen by the longest prompt that the engine allows: rotary angles (longrope, dynamic), and
+    Llama 4's temperature tuning."""
+    for module in model.modules():
+        if (is_long := optional(module, "use_long_rope")) is not None:
+            yield f"angles for long prompts: {is_long}"
+        if (is_tuned := optional(module, "attn_temperature_tuning")) is not None:
+            yield f"temperature tuning: {is_tuned}"
+        if trained := optional(module, "max_trained_positions"):
+            yield f"angles of {module.max_position_embeddings} positions, trained with {trained}"
 
 
 _VLLMS = frozenset({"vllm", "torch", *sys.stdlib_module_names})
@@ -261,26 +245,27 @@ _VLLMS = frozenset({"vllm", "torch", *sys.stdlib_module_names})
 _BY_VERSION = frozenset({"transformers"})
 
 
-def _own_code(models: Iterable[Any]) -> str:
-    """Checksum of the Python code that computes and is not vLLM's: a model's own or a plugin's; "" without it."""
-    waiting = {kind.__module__ for model in models for module in model.modules() for kind in type(module).__mro__}
+def _own_code(model: Any) -> Iterator[str]:
+    """Checksums of the Python code that computes and is not vLLM's: a model's own, or a plugin's."""
+    waiting = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
     packages = {name.partition(".")[0] for name in waiting} - _VLLMS
-    read = {name: str(found_version(name)) for name in packages & _BY_VERSION}
+    yield from (f"{name} {found_version(name)}" for name in packages & _BY_VERSION)
+    read: set[str] = set()
     while waiting:
         name = waiting.pop()
         if name.partition(".")[0] not in packages - _BY_VERSION or name in read:
             continue
+        read.add(name)
         try:
-            file = inspect.getfile(module := sys.modules[name])
-        except (KeyError, TypeError):
-            # Of an interactive session, or made while it ran.
-            read[name] = name
+            code = Path(inspect.getfile(module := sys.modules[name])).read_bytes()
+        except (KeyError, TypeError, OSError):
+            # Of an interactive session, in an archive, or made while it ran.
+            yield name
             continue
-        read[name] = hashlib.blake2b(Path(file).read_bytes()).hexdigest()
+        yield hashlib.blake2b(code).hexdigest()
         for value in vars(module).values():
             used = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
             waiting.add(used if isinstance(used, str) else "")
-    return checksum_of({"code": sorted(read.values())}) if read else ""
 
 
 def _processor(model: Any) -> str:

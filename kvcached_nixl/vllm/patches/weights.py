@@ -168,6 +168,9 @@ def identify_if_due(core: Any) -> None:
     if _DUE not in vars(core) or executor.is_sleeping:
         return
     called = vars(core).pop(_DUE)
+    if core_of(scheduler) is None:
+        # `EngineBlocks.outdate` finds no core.
+        core.reset_encoder_cache()
     content: dict[Any, Any] = {}
     try:
         if called:

@@ -82,6 +82,7 @@ def _first_of(modules: tuple[str, ...], qualname: str) -> Reads:
 _OFFLOADING = f"{KV_TRANSFER}.v1.offloading"
 _TIERS = HITS_DIVERGE.later
 """With which vLLM an OffloadingConnector may be beside ours."""
+_ROPE = "vllm.model_executor.layers.rotary_embedding"
 _CONFIG = "vllm.config"
 _CACHE_INTERFACE = "vllm.v1.kv_cache_interface"
 _OUTPUT = "vllm.v1.core.sched.output"
@@ -209,8 +210,11 @@ READS = (
     _of("vllm.v1.core.block_pool", "", "MEDIUM_GPU"),
     _of("vllm.distributed.kv_events", "", "AllBlocksCleared"),
     _of("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_hash is_null"),
-    _of("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager", "cached freed reset"),
+    _of("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager", "cached freed"),
     _of("vllm.v1.attention.backends.cpu_attn", "", "_get_attn_isa"),
+    _of(f"{_ROPE}.phi3_long_rope_scaled_rope", "Phi3LongRoPEScaledRotaryEmbedding", "use_long_rope"),
+    _of(f"{_ROPE}.dynamic_ntk_scaling_rope", "DynamicNTKScalingRotaryEmbedding", "max_trained_positions"),
+    _of("vllm.model_executor.models.llama4", "Llama4Attention", "attn_temperature_tuning"),
     # Requests and the outputs of a step.
     _of(
         "vllm.v1.request",
@@ -319,8 +323,7 @@ READS = (
         "ModelConfig",
         "model revision dtype quantization hf_config hf_text_config is_multimodal_model uses_mrope "
         "multimodal_config trust_remote_code max_model_len get_head_size get_hidden_size enable_prompt_embeds "
-        "get_total_num_kv_heads get_total_num_hidden_layers model_impl disable_sliding_window quantization_config "
-        "try_get_generation_config override_generation_config",
+        "get_total_num_kv_heads get_total_num_hidden_layers model_impl disable_sliding_window quantization_config",
     ),
     _of(
         f"{_CONFIG}.parallel",

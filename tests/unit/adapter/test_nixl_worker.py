@@ -420,7 +420,6 @@ FACTS: list[dict[str, Any]] = [
     {"hf_config": config_of(rope_theta=1)},
     {"model_impl": "transformers"},
     {"disable_sliding_window": True},
-    {"hf_text_config": config_of(rope_parameters={"rope_type": "longrope"}, original_max_position_embeddings=1024)},
     {"get_total_num_kv_heads": lambda: 4},
     {"get_head_size": lambda: 128},
     {"get_total_num_hidden_layers": lambda: 3},
@@ -439,60 +438,11 @@ def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any], make_modu
 
 
 def test_drafts_that_compute_kv_are_a_fact() -> None:
-    def drafting(longest: int = 4096, **values: Any) -> str:
-        config = config_of(**values)
-        draft = SimpleNamespace(hf_config=config, hf_text_config=config, dtype="bf16", model="d", max_model_len=longest)
-        return dict(worker(speculative=SimpleNamespace(method="eagle", draft_model_config=draft)).facts)["drafts"]
+    def drafting(**values: Any) -> dict[str, str]:
+        draft = SimpleNamespace(hf_config=config_of(**values), dtype="bf16", model="d")
+        return dict(worker(speculative=SimpleNamespace(method="eagle", draft_model_config=draft)).facts)
 
-    assert drafting(layers=1) != drafting(layers=2) and "drafts" not in dict(worker().facts)
-    assert drafting(8192) == drafting() and drafting(8192, rope_parameters=LONG) != drafting(rope_parameters=LONG)
-
-
-LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
-
-
-@pytest.mark.parametrize(
-    "named",
-    [
-        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096},
-        {"rope_parameters": LONG},
-        {"rope_parameters": {"full_attention": LONG, "sliding_attention": {"rope_type": "default"}}},
-    ],
-)
-def test_prompts_that_are_longer_than_a_model_was_made_for_turn_by_other_angles(named: dict[str, Any]) -> None:
-    """Phi-3's rope: one server with --max-model-len 4096, and one with 128k."""
-    rope = {"hf_text_config": config_of(**named)}
-    assert worker(max_model_len=4096, **rope).facts != worker(max_model_len=8192, **rope).facts
-    assert worker(max_model_len=6000, **rope).facts == worker(max_model_len=8192, **rope).facts
-
-
-def test_angles_that_follow_from_the_longest_prompt_are_a_fact() -> None:
-    """``DynamicNTKScalingRotaryEmbedding``: MiniMax-M2 and PLaMo 3 pass --max-model-len to it."""
-    trained = {"rope_type": "dynamic", "factor": 2.0, "max_trained_positions": 2048}
-    for turns, differ in ((trained, True), ({"rope_type": "dynamic", "alpha": 1000.0}, False)):
-        one, other = (worker(max_model_len=n, hf_text_config=config_of(rope_parameters=turns)) for n in (4096, 8192))
-        assert (one.facts != other.facts) is differ
-
-
-TUNED = {"attn_temperature_tuning": True}
-
-
-@pytest.mark.parametrize(
-    ("changed", "is_tuned"),
-    [
-        ({"max_model_len": 32_768}, False),
-        ({"max_model_len": 32_769}, True),
-        ({"override_generation_config": TUNED}, True),
-        ({"try_get_generation_config": lambda: TUNED}, True),
-        ({"max_model_len": 40_000, "override_generation_config": {"attn_temperature_tuning": False}}, False),
-    ],
-)
-def test_whether_llama_4_tunes_the_temperature_is_not_what_its_configuration_says(
-    changed: dict[str, Any], is_tuned: bool
-) -> None:
-    """vLLM writes it into a copy: KV of layers without rope differs from token 8191 on."""
-    named = {"hf_text_config": config_of(attn_temperature_tuning=4), "hf_config": config_of(attn_temperature_tuning=4)}
-    assert dict(worker(**named, **changed).facts)["temperature tuning"] == str(is_tuned)
+    assert drafting(layers=1)["drafts"] != drafting(layers=2)["drafts"] and "drafts" not in dict(worker().facts)
 
 
 @pytest.mark.parametrize(

@@ -148,10 +148,6 @@ OF_OTHERS = {"model_type", "model", "data", "engine_client", "server"} | OF_KVCA
 another connector's statistics, and the state of an HTTP application."""
 WITHOUT_VLLM = {
     "getattr(owner, name, default)",  # `optional`
-    # Of a Hugging Face configuration.
-    "getattr(text, 'rope_parameters', None)",
-    "getattr(text, 'rope_scaling', None)",
-    "getattr(text, 'original_max_position_embeddings', None)",
     # Of a string or an enumeration's member, by vLLM's version.
     "getattr(spec.mamba_type, 'name', spec.mamba_type)",
     # Of any object that a model holds, and what only CPU kernels put there.

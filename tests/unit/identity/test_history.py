@@ -7,6 +7,7 @@ Models of plain modules, changed as vLLM's kernels, trainers and worker extensio
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ torch: Any = pytest.importorskip("torch")
 
 from unit.identity.test_files import safetensors  # noqa: E402
 
+from kvcached_nixl.identity.files import checksum_of  # noqa: E402
 from kvcached_nixl.identity.history import joined  # noqa: E402
 from kvcached_nixl.vllm.adapter.locate import LOADER_BASE  # noqa: E402
 from kvcached_nixl.vllm.adapter.weights import (  # noqa: E402
+    _computes_by,
     _history,
-    _longest,
-    _own_code,
     _reading,
     held_by,
     note_files,
@@ -133,9 +134,7 @@ def worker(
     values: float = 1.0, rewrites: Rewrites = nothing, files: tuple[Path, ...] = (), kind: type[Base] = Loader
 ) -> Worker:
     config = SimpleNamespace()
-    found = Worker(
-        kind(config, values, rewrites, list(files)).load_model(SimpleNamespace(model="m", max_model_len=64)), config
-    )
+    found = Worker(kind(config, values, rewrites, list(files)).load_model(SimpleNamespace(model="m")), config)
     # The first forward passes of a start.
     found.model.angles.fill_(7)
     found.model.workspace.normal_()
@@ -507,12 +506,23 @@ def test_which_tokens_sparse_attention_has_chosen_is_no_weight(tmp_path: Path) -
     assert one.weights("poke") == before and before.files
 
 
-def test_a_model_is_known_by_the_prompts_that_it_was_built_for() -> None:
-    """``--max-model-len auto``: vLLM builds the model, and then lowers the maximum to what fits."""
-    config = SimpleNamespace(model="m", max_model_len=65_536)
-    Loader(SimpleNamespace(), 1.0, nothing, []).load_model(config)
-    config.max_model_len = 4096
-    assert _longest(config) == 65_536 and _longest(SimpleNamespace(max_model_len=4096)) == 4096
+def code_of(*found: Any) -> str:
+    """As vLLM's worker, whose runner has this model."""
+    return checksum_of({"computes": sorted(frozenset().union(*map(_computes_by, found)))})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_long_rope", True), ("attn_temperature_tuning", True), ("max_position_embeddings", 8192)]
+)
+def test_what_a_model_was_built_for_is_compared(name: str, value: object) -> None:
+    """By its modules, since with ``--max-model-len auto`` vLLM builds it first, and then lowers the maximum to what
+    fits. ``DynamicNTKScalingRotaryEmbedding``: MiniMax-M2 and PLaMo 3 pass the maximum to it."""
+    plain, other = (torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(2))
+    for one in (plain, other):
+        vars(one[0]).update(use_long_rope=False, attn_temperature_tuning=False, max_trained_positions=2048)
+        one[0].max_position_embeddings = 4096
+    setattr(other[0], name, value)
+    assert code_of(plain) != code_of(other)
 
 
 @pytest.mark.parametrize("package", ["acme_plugin", "transformers_modules"])
@@ -521,14 +531,19 @@ def test_code_that_computes_and_is_not_vllm_s_is_compared(
 ) -> None:
     """A model's own, of ``--trust-remote-code``, or of a plugin of which the two servers have different releases."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = []
+    found, models = [], []
     for number, text in enumerate(("more = 1", "more = 2", "more = 1")):
         folder = tmp_path / package / f"v{number}"
         folder.mkdir(parents=True)
         (folder / "modeling.py").write_text("import torch\nfrom . import more\nclass Acme(torch.nn.Linear): pass\n")
         (folder / "more.py").write_text(text)
         importlib.invalidate_caches()
-        found.append(_own_code([importlib.import_module(f"{package}.v{number}.modeling").Acme(1, 1)]))
+        models.append(importlib.import_module(f"{package}.v{number}.modeling").Acme(1, 1))
+        found.append(code_of(models[-1]))
         sys.modules.pop(package)
     assert found[0] == found[2] != found[1]
-    assert not _own_code([torch.nn.Linear(1, 1)])
+    # An engine computes with what it has imported, whatever is installed meanwhile.
+    shutil.rmtree(tmp_path / package)
+    assert code_of(models[0]) == found[0]
+    assert code_of(type("Acme", (torch.nn.Linear,), {"__module__": package})(1, 1)) not in found
+    assert not _computes_by(torch.nn.Linear(1, 1))

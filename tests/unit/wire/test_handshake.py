@@ -204,7 +204,7 @@ def weights(memory: str = "12", loaded: str = "34", files: str = "5", **more: An
         (weights("1", loaded="78"), ""),
         (weights("1", loaded="78", files="", note="x is out of sight"), "there: x is out of sight"),
         (weights("82", loaded="", files=""), "files cannot be compared"),
-        (weights(code="9" * 32), "the model's own code 9999"),
+        (weights(code="9" * 32), "or rotary angles, with checksum 9999"),
     ],
 )
 def test_weights_are_compared_by_memory_by_what_was_loaded_and_by_files(other: Weights, expected: str) -> None:

@@ -7,10 +7,12 @@ import msgspec
 import pytest
 from support.engine_fakes import with_states
 
+from kvcached_nixl.scheduler.asking.asking import GRAMMAR_SECONDS
 from kvcached_nixl.wire.question import Outcome
 
-from .test_asking import ANSWER, BUSY, ODD, Decode, Request
+from .test_asking import ANSWER, BLOCK, BUSY, ODD, Decode, Request
 
+MISSING = Outcome("HTTP 404: the model `new` does not exist", is_final=True)
 KILLED = Outcome("Server disconnected", is_of_server=True, has_prompt=True)
 
 
@@ -44,17 +46,40 @@ def test_a_balancer_without_servers_is_not_busy_for_ever(recomputes: bool) -> No
     assert 600 < decode.clock.now_seconds() - begun < 3600
 
 
-def test_equal_prompts_do_not_wait_for_a_grammar() -> None:
-    """vLLM begins its request when that is compiled: in minutes, or never."""
-    decode = Decode("http://p1", num_free=10_000)
-    decode.arrives("grammar", block_hashes=(b"same",), awaits_grammar=True)
-    for name in ("b", "c"):
-        decode.arrives(name, block_hashes=(b"same",))
-    assert not decode.is_asked("b")
-    decode.answers("grammar")
+@pytest.mark.parametrize("is_local", [False, True], ids=["asked", "computed here"])
+def test_nobody_waits_for_a_grammar_of_another_one(is_local: bool) -> None:
+    """vLLM begins a request when that is compiled: in minutes, or never. Until then nobody is asked for it, so equal
+    prompts do not follow it, and no blocks are promised to it."""
+    decode = Decode("http://p1", num_free=40, local_tokens=2 * BLOCK if is_local else 0)
+    for place in range(64):
+        decode.blocks.cached[f"grammar{place}"] = 2 * BLOCK if is_local else 0
+        decode.arrives(f"grammar{place}", block_hashes=(b"same",), awaits_grammar=True)
+    decode.blocks.cached["b"] = 2 * BLOCK if is_local else 0
+    decode.arrives("b", block_hashes=(b"same",))
+    assert "b" in decode.blocks.released if is_local else decode.is_asked("b")
+    assert not any(decode.is_asked(f"grammar{place}") for place in range(64))
+    decode.asking.gone("b")
+    decode.blocks.requests["grammar0"].awaits_grammar = False
+    assert decode.asking.due_at_seconds == decode.clock.now_seconds() + GRAMMAR_SECONDS
+    decode.clock.advance(GRAMMAR_SECONDS)
     decode.turn()
-    # The next one is asked for, and the others follow that.
-    assert decode.is_asked("b") and not decode.is_asked("c")
+    assert "grammar0" in decode.blocks.released if is_local else decode.is_asked("grammar0")
+    for place in range(64):
+        decode.asking.gone(f"grammar{place}")
+    decode.clock.advance(GRAMMAR_SECONDS)
+    decode.turn()
+    assert decode.asking.due_at_seconds is None
+
+
+def test_a_server_that_was_busy_long_ago_is_only_busy() -> None:
+    decode = Decode("http://p1", num_free=10_000)
+    decode.arrives("early")
+    decode.answers("early", BUSY)
+    decode.asking.gone("early")
+    decode.clock.advance(3600)
+    decode.arrives("late")
+    decode.answers("late", BUSY)
+    assert "late" not in decode.fetching.refused
 
 
 def test_what_prefill_leaves_whole_is_not_asked_for() -> None:
@@ -68,15 +93,32 @@ def test_what_prefill_leaves_whole_is_not_asked_for() -> None:
 def test_an_adapter_that_a_server_lacks_costs_only_its_own_requests() -> None:
     """``load_lora_adapter`` goes from server to server: one answers 404 for the new adapter, and gets other prompts."""
     decode = Decode("http://p1", "http://p2", num_free=10_000)
-    missing = Outcome("HTTP 404: the model `new` does not exist", is_final=True)
     for place in range(30):
         name = f"n{place}"
         decode.arrives(name, adapter="new")
         while decode.is_asked(name) and decode.number(name) in decode.asking.questions.asked:
-            decode.answers(name, missing if decode.url(name) == "http://p1" else ANSWER)
+            decode.answers(name, MISSING if decode.url(name) == "http://p1" else ANSWER)
         decode.asking.gone(name)
     asked = set()
     for place in range(20):
         decode.arrives(f"base{place}")
         asked.add(decode.url(f"base{place}"))
     assert asked == {"http://p1", "http://p2"}
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_an_adapter_is_found_on_the_only_server_that_has_it(recomputes: bool) -> None:
+    """Servers that lack it answer at once, so they have the least to compute, and are asked first."""
+    urls = [f"http://p{number}" for number in range(1, 5)]
+    decode = Decode(*urls, recomputes=recomputes, num_free=10_000)
+    has_it = next(one for one in decode.asking.servers.all if one.url == urls[-1])
+    has_it.asked[10**6] = 4096, 0.0
+    decode.arrives("a", adapter="new")
+    while decode.url("a") != urls[-1]:
+        decode.answers("a", MISSING)
+    decode.answers("a", ANSWER)
+    assert "a" in decode.blocks.released and not decode.fetching.refused
+    decode.arrives("b", adapter="new")
+    for _ in urls:
+        decode.answers("b", MISSING)
+    assert "b" in decode.fetching.refused
