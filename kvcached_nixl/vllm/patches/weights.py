@@ -168,11 +168,11 @@ def identify_if_due(core: Any) -> None:
     if _DUE not in vars(core) or executor.is_sleeping:
         return
     called = vars(core).pop(_DUE)
-    if core_of(scheduler) is None:
-        # `EngineBlocks.outdate` finds no core.
-        core.reset_encoder_cache()
     content: dict[Any, Any] = {}
     try:
+        if core_of(scheduler) is None:
+            # `EngineBlocks.outdate` finds no core.
+            core.reset_encoder_cache()
         if called:
             executor.collective_rpc(note_calls, args=(sorted(called),))
         for one in executor.get_kv_connector_handshake_metadata() or ():
