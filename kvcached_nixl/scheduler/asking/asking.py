@@ -215,9 +215,14 @@ class Asking:
             fresh, self._compiling = self._compiling + fresh, []
             self._compiled_at_seconds = now + GRAMMAR_SECONDS
         for wanted in [one for one in fresh if one.stage is Stage.WAITING]:
+            request_id = wanted.request.request_id
             if wanted.request.awaits_grammar:
                 self._compiling.append(wanted)
+                # It does not wait for a server.
+                self._limit.gone(request_id)
                 continue
+            if request_id not in self._limit.deadlines:
+                self._limit.waits(request_id)
             choice = self.servers.choose(*wanted.choice) if may_compute else None
             if not self._goes_on_here(wanted, choice):
                 self._queue.push(wanted)

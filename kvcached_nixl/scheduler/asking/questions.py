@@ -153,7 +153,7 @@ class Questions:
 
     def has_tries(self, wanted: Wanted) -> bool:
         """Whether a server is asked for it once more. Adapters are spread over servers: one of them may have it."""
-        is_left = any(one not in wanted.tried for one in self._servers.all)
+        is_left = self._servers.choose(*wanted.choice).server not in wanted.tried
         if wanted.outcome.is_of_adapter:
             return is_left
         return (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES

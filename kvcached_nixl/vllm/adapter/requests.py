@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -235,7 +236,11 @@ class RequestView:
     @property
     def awaits_grammar(self) -> bool:
         structured = self.request.structured_output_request
-        return structured is not None and not private(structured, "is_grammar_ready")
+        if structured is None:
+            return False
+        # vLLM's ``is_grammar_ready`` waits, below 0.33.
+        grammar = private(structured, "_grammar")
+        return grammar is None or (isinstance(grammar, Future) and not grammar.done())
 
     def refuse_prefill(self) -> None:
         if (self.params or {}).get("do_remote_prefill"):

@@ -236,7 +236,8 @@ def _choices(model: Any) -> Iterator[str]:
             yield f"angles for long prompts: {is_long}"
         if (is_tuned := optional(module, "attn_temperature_tuning")) is not None:
             yield f"temperature tuning: {is_tuned}"
-        if trained := optional(module, "max_trained_positions"):
+        trained = optional(module, "max_trained_positions")
+        if trained and module.max_position_embeddings != trained:
             yield f"angles of {module.max_position_embeddings} positions, trained with {trained}"
 
 

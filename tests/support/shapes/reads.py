@@ -224,7 +224,7 @@ READS = (
         "num_preemptions resumable streaming_queue trace_headers is_finished get_finished_reason prefill_stats "
         "prompt_is_token_ids abort_immediately structured_output_request",
     ),
-    _of("vllm.v1.structured_output.request", "StructuredOutputRequest", "is_grammar_ready"),
+    _of("vllm.v1.structured_output.request", "StructuredOutputRequest", "_grammar"),
     _of(
         "vllm.v1.request",
         "RequestStatus",

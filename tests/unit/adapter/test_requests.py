@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -349,7 +350,15 @@ def test_a_server_that_a_client_names_is_forgotten(params: Any, caplog: pytest.L
     assert ("accept_kv_transfer_params" in caplog.text) is is_named
 
 
-@pytest.mark.parametrize(("structured", "awaits"), [(None, False), (True, False), (False, True)])
-def test_a_grammar_is_awaited_until_it_is_compiled(structured: bool | None, awaits: bool) -> None:
-    found = None if structured is None else SimpleNamespace(is_grammar_ready=structured)
-    assert view(structured_output_request=found).awaits_grammar is awaits
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_grammar_is_awaited_until_it_is_compiled(awaits: bool) -> None:
+    """Also until it could not be compiled; vLLM says then why."""
+    grammar: Future[Any] = Future()
+    found = view(structured_output_request=SimpleNamespace(_grammar=grammar))
+    assert found.awaits_grammar
+    grammar.set_exception(ValueError("no grammar"))
+    assert not found.awaits_grammar and not view().awaits_grammar
+    assert (
+        view(structured_output_request=SimpleNamespace(_grammar=None if awaits else "compiled")).awaits_grammar
+        is awaits
+    )

@@ -122,3 +122,34 @@ def test_an_adapter_is_found_on_the_only_server_that_has_it(recomputes: bool) ->
     for _ in urls:
         decode.answers("b", MISSING)
     assert "b" in decode.fetching.refused
+
+
+@pytest.mark.parametrize("adapter", ["new", ""])
+@pytest.mark.parametrize("is_required", [False, True])
+@pytest.mark.parametrize("rests", ["own", "dead"])
+def test_a_refused_prompt_is_not_asked_for_again_while_another_server_rests(
+    adapter: str, is_required: bool, rests: str
+) -> None:
+    decode = Decode("http://p1", "http://p2", is_required=is_required, num_free=10_000)
+    other = next(one for one in decode.asking.servers.all if one.url == "http://p2")
+    if rests == "own":
+        other.is_own = True
+    else:
+        other.rests_until_seconds = decode.clock.now_seconds() + 30
+    decode.arrives("a", adapter=adapter)
+    for _ in range(3):
+        if "a" not in decode.fetching.refused and "a" not in decode.blocks.released:
+            decode.answers("a", MISSING)
+    assert "a" in decode.fetching.refused
+
+
+def test_a_grammar_that_is_compiled_is_no_wait_for_a_server() -> None:
+    decode = Decode("http://p1", num_free=10_000, queue_seconds=5.0)
+    decode.arrives("a", awaits_grammar=True)
+    decode.clock.advance(60)
+    decode.turn()
+    assert "a" not in decode.fetching.refused
+    decode.blocks.requests["a"].awaits_grammar = False
+    decode.clock.advance(GRAMMAR_SECONDS)
+    decode.turn()
+    assert decode.is_asked("a")
