@@ -41,9 +41,6 @@ class Executor:
         self.asked.append(f"changed by {', '.join(*args)}" if method is note_calls else method)
         return [None]
 
-    def reset_encoder_cache(self) -> None:
-        self.asked.append("forget images")
-
     def get_kv_connector_handshake_metadata(self) -> list[Any]:
         self.asked.append("identify")
         return []
@@ -86,9 +83,7 @@ class Engine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_idle: bool) -> None:
         self.core = core = object.__new__(EngineCoreProc)
         core.model_executor = Executor()
-        core.scheduler = SimpleNamespace(
-            connector=None, has_unfinished_requests=lambda: False, reset_encoder_cache=lambda: None
-        )
+        core.scheduler = SimpleNamespace(connector=None)
         core.input_queue, core.output_queue = queue.Queue[Any](), queue.Queue[Any]()
         core.aborts_queue = queue.Queue[Any]()
         vars(core).update(_idle_state_callbacks=[])
@@ -166,7 +161,7 @@ def test_a_call_that_fails_may_have_changed_weights_in_part(monkeypatch: pytest.
     monkeypatch.setattr(engine.core.model_executor, "collective_rpc", fail)
     with pytest.raises(ValueError, match="one"):
         engine.core.collective_rpc("one")
-    assert engine.asked == ["forget images", "changed by one (failed)", "identify"]
+    assert engine.asked == ["changed by one (failed)", "identify"]
 
 
 def test_calls_that_were_not_looked_at_are_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support import nodes as support_nodes
 from support.kvcached_pool import elastic_pool, put_into
-from support.nodes import PREFILL_FILLING, RESERVED, nodes
+from support.nodes import PREFILL_FILLING, RESERVED, core_around, core_request, nodes
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.engine.core import EngineCore
 
-from kvcached_nixl.vllm.adapter.attributes import CORE
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.handshake import Tensors, Weights
 
@@ -127,11 +124,9 @@ def test_nobody_shares_what_was_computed_in_part_before(
 def test_embeddings_of_images_are_computed_again(make: Callable[..., Node], content: Content) -> None:
     """vLLM keeps them by the image's content, and would give them to the next request with that image."""
     prefill, told = make(PREFILL_FILLING), []
-    core = SimpleNamespace(
-        scheduler=prefill.scheduler, model_executor=SimpleNamespace(reset_encoder_cache=lambda: told.append("workers"))
-    )
-    core.reset_encoder_cache = partial(EngineCore.reset_encoder_cache, core)
-    vars(prefill.scheduler)[CORE] = core
+    core = core_around(prefill)
+    core.model_executor = SimpleNamespace(reset_encoder_cache=lambda: told.append("workers"))
+    core.preprocess_add_request(core_request("cmpl-f-0-aaaaaaaa"))
     content.change(prefill)
     assert not told, "there were no images"
     prefill.add("cmpl-i-0-aaaaaaaa", None, 2, num_tokens=2 * BLOCK)

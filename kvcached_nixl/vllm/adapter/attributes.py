@@ -55,6 +55,7 @@ STEP = "kvcached_nixl_step"
 """Of the connector metadata that vLLM sends to every worker: our `Step`."""
 _REPORT = "kvcached_nixl_report"
 CORE = "_kvcached_nixl_core"
+OWNER = "_kvcached_nixl_owner"
 """Of a scheduler: vLLM's engine core around it."""
 
 
@@ -124,6 +125,11 @@ def _carrier() -> Any:
             return carry, (getattr(self, _REPORT),)
 
     return WorkerReport
+
+
+def owner_of(engine_scheduler: Any) -> Any:
+    """The engine core around a scheduler, in a process of its own or its client's; None before its first request."""
+    return vars(engine_scheduler).get(OWNER)
 
 
 def core_of(engine_scheduler: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.vllm.adapter.attributes import optional, private
+from kvcached_nixl.vllm.adapter.attributes import OWNER, optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import hold
 from kvcached_nixl.vllm.adapter.requests import WHOLE_BECAUSE, ends_in_media, hash_embeddings, is_stand_in
@@ -98,6 +98,7 @@ def preprocess_add_request(call: Call) -> Any:
         # A stand-in arrives with the ``request_id`` of a client's body, which may be the id of any request that this
         # engine runs, holds or has in a session. vLLM would confuse the two, abort the other one, or end the engine.
         request.request_id = f"kvcached-nixl-rejected-{secrets.token_hex(16)}"
+    vars(call.instance.scheduler)[OWNER] = call.instance
     drop_unknown_stops(request, call.instance.vllm_config.model_config.get_vocab_size())
     sides_here = list(bound_sides(call.instance.scheduler))
     lora = private(request, "lora_request")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attributes import core_of, optional, private, side_of, sides
+from kvcached_nixl.vllm.adapter.attributes import optional, owner_of, private, side_of, sides
 from kvcached_nixl.vllm.adapter.queues import goes_by_priority, hold, queued, startable, waits_for_kv, wants_blocks
 from kvcached_nixl.vllm.adapter.requests import set_apart
 from kvcached_nixl.vllm.patches.naming import wants_of
@@ -290,9 +290,9 @@ class EngineBlocks:
         for request_id in () if tier is None else tier.forget():
             self._load_again(request_id)
         # Nor do embeddings of images. Workers that are told with the next step keep what that computes again.
-        core, encoders = core_of(self._scheduler), private(self._scheduler, "encoder_cache_manager")
-        if core is not None and (optional(encoders, "cached") or optional(encoders, "freed")):
-            core.reset_encoder_cache()
+        owner, encoders = owner_of(self._scheduler), private(self._scheduler, "encoder_cache_manager")
+        if owner is not None and (optional(encoders, "cached") or optional(encoders, "freed")):
+            owner.reset_encoder_cache()
         return outdated
 
     def _load_again(self, request_id: str) -> None:

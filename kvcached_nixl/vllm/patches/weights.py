@@ -170,7 +170,6 @@ def identify_if_due(core: Any) -> None:
     called = vars(core).pop(_DUE)
     content: dict[Any, Any] = {}
     try:
-        _forget_images(core)
         if called:
             executor.collective_rpc(note_calls, args=(sorted(called),))
         for one in executor.get_kv_connector_handshake_metadata() or ():
@@ -184,12 +183,6 @@ def identify_if_due(core: Any) -> None:
             side.side_channel.hide()
 
 
-def _forget_images(core: Any) -> None:
-    """Where `EngineBlocks.outdate` finds no core, which would do it."""
-    if core_of(core.scheduler) is None:
-        core.reset_encoder_cache()
-
-
 @Patch(ENGINE_CORE_BASE, "add_lora", "scheduler", "self lora_request")
 def add_lora(call: Call) -> Any:
     """Without it, KV of an adapter that was replaced under the same name would be taken for the new adapter's."""
@@ -197,7 +190,6 @@ def add_lora(call: Call) -> Any:
     for side in bound_sides(call.instance.scheduler):
         if request.load_inplace:
             side.revocations.adapters_changed(request.lora_int_id)
-            _forget_images(call.instance)
         # Identify the files before the workers load them: they may be replaced afterwards.
         side.read.adapter_arrives(request)
     try:
@@ -220,4 +212,3 @@ def remove_lora(call: Call) -> Any:
     finally:
         for side in bound_sides(call.instance.scheduler):
             side.revocations.adapters_changed(call.argument("lora_id"))
-            _forget_images(call.instance)
