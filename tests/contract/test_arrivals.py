@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,13 @@ from support.nodes import (
 )
 from support.transports import until
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from kvcached_nixl.vllm.adapter import requests
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY
@@ -289,3 +291,18 @@ def test_a_session_is_neither_offered_nor_fetched(policy: str, node: Callable[..
     until_both(prefill, decode, lambda: "cmpl-p-0-aaaaaaaa" in prefill.sent)
     rest(prefill, decode)
     computed_alone(decode)
+
+
+def test_a_grammar_is_awaited_for_as_long_as_vllm_does(pair: tuple[Node, Node]) -> None:
+    """vLLM's scheduler begins a request when it finds a ``grammar``; reading that waits for it below 0.33."""
+    node, compiled = pair[0], Future[Any]()
+    node.add(PREFILL_ID, None, 1)
+    request = node.scheduler.requests[PREFILL_ID]
+    view = node.side_of_engine.read(request)
+    assert not view.awaits_grammar
+    request.structured_output_request = found = StructuredOutputRequest(StructuredOutputsParams(json="{}"))
+    assert view.awaits_grammar and found.grammar is None
+    found.grammar = compiled
+    assert view.awaits_grammar and found.grammar is None
+    compiled.set_result(object())
+    assert not view.awaits_grammar and found.grammar is not None

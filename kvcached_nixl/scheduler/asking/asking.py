@@ -38,8 +38,6 @@ from kvcached_nixl.wire.question import Outcome
 from kvcached_nixl.wire.timeline import State
 
 MOST_PASSED = 16
-GRAMMAR_SECONDS = 0.01
-"""Interval for looking whether a grammar is compiled."""
 PASSING_SECONDS = 10.0
 """For how long others may be asked for before one that finds no room."""
 
@@ -72,9 +70,6 @@ class Asking:
         # Requests that vLLM has in its queue, and that are to be held.
         self._to_hold: list[str] = []
         self._num_arrived = 0
-        # vLLM begins them when their grammars are compiled, which may be never: nothing is kept or promised for them.
-        self._compiling: list[Wanted] = []
-        self._compiled_at_seconds = 0.0
         # When the server may be asked that those who wait are waiting for.
         self._rested_at_seconds: float | None = None
         self.window = Window()
@@ -87,9 +82,8 @@ class Asking:
     @property
     def due_at_seconds(self) -> float | None:
         """When `turn` has to be called, whatever happens until then; None if it need not."""
-        compiled_at_seconds = self._compiled_at_seconds if self._compiling else None
-        rested_at_seconds = earliest(self._rested_at_seconds, compiled_at_seconds)
-        return earliest(self.servers.silent_at_seconds, rested_at_seconds, self._limit.deadlines.first_seconds)
+        of_queue = self._queue.look_at_seconds, self._limit.deadlines.first_seconds
+        return earliest(self.servers.silent_at_seconds, self._rested_at_seconds, *of_queue)
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
@@ -187,7 +181,7 @@ class Asking:
             self.questions.settled(wanted)
         for params in self.questions.take_unneeded():
             self._fetching.unneeded(params)
-        self.figures.held = len(self._queue) + len(self._compiling) + len(self.questions.looked_up)
+        self.figures.held = len(self._queue) + len(self.questions.looked_up)
         self.figures.asked = len(self.questions.asked)
         self.figures.promised_blocks = self.window.num_promised
         return self.local.turn(blocks, self._fetching.received) or may_begin
@@ -200,7 +194,6 @@ class Asking:
 
     def _wait(self, wanted: Wanted) -> None:
         self._wanted[wanted.request.request_id] = wanted
-        self._limit.waits(wanted.request.request_id)
         self._engine.timelines.begin(wanted.request, State.DECODE_HELD)
         wanted.stage = Stage.WAITING
         self._queue.fresh.append(wanted)
@@ -209,20 +202,10 @@ class Asking:
         """Lets those go on that are cached here, or computed here sooner, whatever others wait for. Returns whether any
         goes on now."""
         may_begin = False
-        fresh, self._queue.fresh = self._queue.fresh, []
-        now = self._engine.clock.now_seconds()
-        if now >= self._compiled_at_seconds:
-            fresh, self._compiling = self._compiling + fresh, []
-            self._compiled_at_seconds = now + GRAMMAR_SECONDS
-        for wanted in [one for one in fresh if one.stage is Stage.WAITING]:
-            request_id = wanted.request.request_id
-            if wanted.request.awaits_grammar:
-                self._compiling.append(wanted)
-                # It does not wait for a server.
-                self._limit.gone(request_id)
-                continue
-            if request_id not in self._limit.deadlines:
-                self._limit.waits(request_id)
+        for wanted in self._queue.take_fresh(self._engine.clock.now_seconds()):
+            # Before, it did not wait for a server.
+            if wanted.request.request_id not in self._limit.deadlines:
+                self._limit.waits(wanted.request.request_id)
             choice = self.servers.choose(*wanted.choice) if may_compute else None
             if not self._goes_on_here(wanted, choice):
                 self._queue.push(wanted)

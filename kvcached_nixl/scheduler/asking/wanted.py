@@ -88,22 +88,44 @@ class Wanted:
         return self.tried, self.hashes, self.request.num_prompt_tokens, self.cached
 
 
+GRAMMAR_SECONDS = 0.01
+"""Interval for looking whether a grammar is compiled."""
+
+
 class Queue:
     """Those that nobody is asked for yet.
 
     Attributes:
         waiting: in the order in which they are asked for.
         fresh: they have begun to wait, and are yet to be looked up in the prefix cache.
+        look_at_seconds: when to look again whether grammars are compiled; None if none is waited for.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Wanted] = []
         self.fresh: list[Wanted] = []
+        self.look_at_seconds: float | None = None
+        # vLLM begins them when their grammars are compiled, which may be never: nothing is kept or promised for them.
+        self._compiling: list[Wanted] = []
         # By prefix: the request that is asked for.
         self._leaders: dict[bytes, Wanted] = {}
 
     def __len__(self) -> int:
-        return len(self.fresh) + len(self.waiting) + sum(len(one.followers) for one in self._leaders.values())
+        num_following = sum(len(one.followers) for one in self._leaders.values())
+        return len(self.fresh) + len(self._compiling) + len(self.waiting) + num_following
+
+    def take_fresh(self, now_seconds: float) -> list[Wanted]:
+        """Returns those that may be looked up: they have begun to wait, or their grammars are compiled now."""
+        fresh, self.fresh = self.fresh, []
+        if self.look_at_seconds is not None and now_seconds >= self.look_at_seconds:
+            fresh, self._compiling, self.look_at_seconds = self._compiling + fresh, [], None
+        found: list[Wanted] = []
+        for one in fresh:
+            if one.stage is Stage.WAITING:
+                (self._compiling if one.request.awaits_grammar else found).append(one)
+        if self._compiling and self.look_at_seconds is None:
+            self.look_at_seconds = now_seconds + GRAMMAR_SECONDS
+        return found
 
     def push(self, wanted: Wanted) -> None:
         """It is not cached, and has to be asked for."""

@@ -238,7 +238,7 @@ class RequestView:
         structured = self.request.structured_output_request
         if structured is None:
             return False
-        # vLLM's ``is_grammar_ready`` waits, below 0.33.
+        # Reading vLLM's ``grammar`` waits for it, below 0.33.
         grammar = private(structured, "_grammar")
         return grammar is None or (isinstance(grammar, Future) and not grammar.done())
 

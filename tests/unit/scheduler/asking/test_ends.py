@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from support.engine_fakes import with_states
 
-from kvcached_nixl.scheduler.asking.asking import GRAMMAR_SECONDS
+from kvcached_nixl.scheduler.asking.wanted import GRAMMAR_SECONDS
 from kvcached_nixl.wire.question import Outcome
 
 from .test_asking import ANSWER, BLOCK, BUSY, ODD, Decode, Request
