@@ -237,7 +237,7 @@ class Transport(_Agent):
         if found is not TransferState.IN_FLIGHT and (peer := self._in_flight.pop(handle, None)) is not None:
             if found is TransferState.FAILED:
                 self._failed[handle] = peer
-                # Else NIXL would keep the connection for it, whoever removes the peer.
+                # NIXL keeps a peer's connection open until its last transfer is released.
                 self._release(handle)
             self._close_idle(peer)
         return found

@@ -77,8 +77,8 @@ class Weights(msgspec.Struct, frozen=True):
         loaded: as they were loaded, before kernels rewrote them; without content if they have changed since.
         files: checksum of the files that they were loaded from; "" if they have changed since, or if it is unknown.
         each_file: (name, 8 digits of its checksum) of each file, for `misfit` to name one.
-        code: checksum of what else it computes by: Python code that is not vLLM's, choices by the longest prompt; "" if
-            there is none.
+        code: checksum of Python code that is not vLLM's, and of choices that follow from the longest prompt
+            (`adapter.computes`); "" without both.
         note: why something of this is not known, as text.
     """
 

@@ -170,7 +170,7 @@ def offered_tokens_in(params: Mapping[str, Any]) -> int:
 
 
 def count_of(said: object) -> int:
-    """A number of tokens that another server says; 0 if it is none."""
+    """A token count that another server has reported; 0 if it is missing or invalid."""
     try:
         return convert(said, Count)
     except Malformed:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
-import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +22,9 @@ from kvcached_nixl.identity.files import checksum_of, processor_checksum, proces
 from kvcached_nixl.identity.history import ModelReading, WeightsHistory, joined
 from kvcached_nixl.identity.memory import Reading, read
 from kvcached_nixl.vllm.adapter.attributes import optional, private
+from kvcached_nixl.vllm.adapter.computes import choices, own_code
 from kvcached_nixl.vllm.adapter.locate import LOADER_BASE
 from kvcached_nixl.vllm.adapter.specs import keeps_draft_kv
-from kvcached_nixl.vllm.adapter.versions import found_version
 from kvcached_nixl.wire.handshake import Weights
 
 _HISTORY = "_kvcached_nixl_weights"
@@ -224,49 +222,8 @@ def _computes_by(model: Any) -> frozenset[str]:
     built: files may be replaced, and with ``--max-model-len auto`` vLLM lowers the maximum afterwards."""
     history = _history(model)
     if history.computes is None:
-        history.computes = frozenset({*_own_code(model), *_choices(model)})
+        history.computes = frozenset({*own_code(model), *choices(model)})
     return history.computes
-
-
-def _choices(model: Any) -> Iterator[str]:
-    """What modules have chosen by the longest prompt that the engine allows: rotary angles (longrope, dynamic), and
-    Llama 4's temperature tuning."""
-    for module in model.modules():
-        if (is_long := optional(module, "use_long_rope")) is not None:
-            yield f"angles for long prompts: {is_long}"
-        if (is_tuned := optional(module, "attn_temperature_tuning")) is not None:
-            yield f"temperature tuning: {is_tuned}"
-        trained = optional(module, "max_trained_positions")
-        if trained and module.max_position_embeddings != trained:
-            yield f"angles of {module.max_position_embeddings} positions, trained with {trained}"
-
-
-_VLLMS = frozenset({"vllm", "torch", *sys.stdlib_module_names})
-"""Packages whose code is the same where vLLM is."""
-_BY_VERSION = frozenset({"transformers"})
-
-
-def _own_code(model: Any) -> Iterator[str]:
-    """Checksums of the Python code that computes and is not vLLM's: a model's own, or a plugin's."""
-    waiting = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
-    packages = {name.partition(".")[0] for name in waiting} - _VLLMS
-    yield from (f"{name} {found_version(name)}" for name in packages & _BY_VERSION)
-    read: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name.partition(".")[0] not in packages - _BY_VERSION or name in read:
-            continue
-        read.add(name)
-        try:
-            code = Path(inspect.getfile(module := sys.modules[name])).read_bytes()
-        except (KeyError, TypeError, OSError):
-            # Of an interactive session, in an archive, or made while it ran.
-            yield name
-            continue
-        yield hashlib.blake2b(code).hexdigest()
-        for value in vars(module).values():
-            used = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-            waiting.add(used if isinstance(used, str) else "")
 
 
 def _processor(model: Any) -> str:
