@@ -10,16 +10,20 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.scheduler.engine import BlockPool, Reader, Request
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.wire.causes import FAILED, STARVED, FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import KVGroups
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.step import Step, WakeAddress, report_numbers
+from kvcached_nixl.wire.step import BlockIds, Step, WakeAddress, report_numbers
 from kvcached_nixl.wire.timeline import Lasted, State, Timeline
+
+if TYPE_CHECKING:
+    from kvcached_nixl.vllm.adapter.requests import RequestReader, RequestView
+    from kvcached_nixl.vllm.adapter.tracing import EngineSpans
+    from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -33,14 +37,15 @@ def is_meant(adapter: int | None, used: int) -> bool:
     return adapter is None or (bool(used) and adapter in (used, ANY_ADAPTER))
 
 
-class Spans(Protocol):
-    """Makes spans of timelines; implemented by `adapter.tracing.EngineSpans`. Never raises for what a client sent."""
+class Progress(NamedTuple):
+    """A request in a step: its blocks in addition to (``replaces``: instead of) the earlier ones, and its number of
+    computed tokens when the step has ended (``num_computed_tokens``) and when it begins (``begin_token``)."""
 
-    def trace_of(self, request: Request) -> str:
-        """The trace that a request belongs to, as a W3C ``traceparent``; "" if it belongs to none."""
-
-    def add(self, trace: str, timeline: Timeline, attributes: dict[str, str]) -> None:
-        """Adds a span for each state of a timeline that has ended."""
+    request_id: str
+    block_ids: BlockIds
+    replaces: bool
+    num_computed_tokens: int
+    begin_token: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +75,8 @@ class StockScheduler:
     max_num_batched_tokens: int
     is_consumer: bool
     is_producer: bool
-    reader: Reader
-    spans: Spans | None
+    reader: RequestReader
+    spans: EngineSpans | None
     extra_config: Mapping[str, Any]
 
 
@@ -138,7 +143,7 @@ class Timelines:
         lasted: for the metrics, since `take_lasted` was last called.
     """
 
-    def __init__(self, clock: Clock, spans: Spans | None, *, is_push: bool) -> None:
+    def __init__(self, clock: Clock, spans: EngineSpans | None, *, is_push: bool) -> None:
         self._clock = clock
         self._spans = spans
         self._is_push = is_push
@@ -146,7 +151,7 @@ class Timelines:
         self.unanswered: set[str] = set()
         self.lasted: list[Lasted] = []
 
-    def begin(self, request: Request, state: State) -> None:
+    def begin(self, request: RequestView, state: State) -> None:
         """A request has arrived that hands over, or is handed over to; or decode has asked for it."""
         request_id = request.request_id
         if request_id not in self._followed:
@@ -293,7 +298,7 @@ class EngineContext:
         blocks: the engine's KV-cache blocks, once it ``is_bound``: a request has entered the engine.
     """
 
-    blocks: BlockPool
+    blocks: EngineBlocks
 
     def __init__(
         self,
@@ -316,7 +321,7 @@ class EngineContext:
         self.step = self._new_step()
         self._wake: Callable[[], None] | None = None
 
-    def bind(self, blocks: BlockPool) -> None:
+    def bind(self, blocks: EngineBlocks) -> None:
         """Sets ``blocks``; called before the first request. Idempotent: the first call counts."""
         if not self.is_bound:
             self.blocks, self.is_bound = blocks, True

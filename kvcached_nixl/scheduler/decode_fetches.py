@@ -19,17 +19,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.scheduler.context import EngineContext, is_meant
-from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.scheduler.fetch_request import FetchAttempts, FetchRequest
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import asks, cached_tokens_in, read_fetch
 from kvcached_nixl.wire.step import BlockIds, EndRenewal, FetchSpec, UnneededOffer, Withdraw
 from kvcached_nixl.wire.timeline import State
+
+if TYPE_CHECKING:
+    from kvcached_nixl.vllm.adapter.requests import RequestView
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -76,7 +78,7 @@ class DecodeFetches:
         one = DecodeRequestId(request_id)
         return one in self.queued or one in self._given_up
 
-    def arrived(self, request: Request, *, computes: bool = True) -> None:
+    def arrived(self, request: RequestView, *, computes: bool = True) -> None:
         """A request has entered the engine. Starts renewing its lease, which may end before it has blocks."""
         params = request.params
         if params is None or not asks(params, "do_remote_prefill") or request.request_id in self._requests:
@@ -103,7 +105,7 @@ class DecodeFetches:
             self.queued.add(one.request_id)
             one.renew()
 
-    def refuse(self, request: Request, failure: HandOverFailed, *, computes: bool) -> bool:
+    def refuse(self, request: RequestView, failure: HandOverFailed, *, computes: bool) -> bool:
         """A request gets no KV although it was asked for. Returns whether it is computed here, when it is its turn:
         if ``computes``, and ``kv_load_failure_policy`` says so. Else it ends with an error, whatever it waits for."""
         computes = computes and self._engine.stock.recomputes
@@ -116,14 +118,14 @@ class DecodeFetches:
             self.ending.add(one.request_id)
         return computes
 
-    def answered(self, request: Request, params: Mapping[str, Any]) -> None:
+    def answered(self, request: RequestView, params: Mapping[str, Any]) -> None:
         """Prefill has answered a request that has gone on before."""
         one = self._requests.get(DecodeRequestId(request.request_id))
         if one is not None:
             one.cached_tokens = cached_tokens_in(params)
             request.tell_cached(one.cached_tokens)
 
-    def failure_of(self, request: Request) -> HandOverFailed | None:
+    def failure_of(self, request: RequestView) -> HandOverFailed | None:
         """Why a request that has no blocks gets no KV; None if it still may."""
         one = self._requests.get(DecodeRequestId(request.request_id))
         if one is None:
@@ -131,7 +133,7 @@ class DecodeFetches:
         one.check()
         return one.refused
 
-    def end(self, request: Request, failure: HandOverFailed) -> bool:
+    def end(self, request: RequestView, failure: HandOverFailed) -> bool:
         """What a request fetches will not come. Returns whether it still waited for it."""
         one = self._requests.get(DecodeRequestId(request.request_id))
         if one is not None and one.is_waiting:
@@ -143,12 +145,12 @@ class DecodeFetches:
             return False
         return True
 
-    def may_compute(self, request: Request) -> bool:
+    def may_compute(self, request: RequestView) -> bool:
         """Whether a request whose attempt has failed may be computed here as it is: all of its prompt is here."""
         one = self._requests[DecodeRequestId(request.request_id)]
         return one.is_tried and one.may_be_computed
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: RequestView) -> None:
         """The hand-over of a request that has no blocks has failed, and another one may follow."""
         one = self._requests.pop(DecodeRequestId(request.request_id))
         one.release()
@@ -164,7 +166,7 @@ class DecodeFetches:
             manifest = fetch.manifest
             self._engine.step.tell(UnneededOffer(fetch.prefill, manifest.request_id, fetch.name, manifest.digest))
 
-    def matched(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def matched(self, request: RequestView, num_computed_tokens: int) -> tuple[int, bool]:
         """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously."""
         one = self._requests.get(DecodeRequestId(request.request_id))
         if one is None or one.is_tried:
@@ -188,7 +190,7 @@ class DecodeFetches:
         self._end_renewal(one)
         return 0, False
 
-    def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
+    def allocated(self, request: RequestView, block_ids: BlockIds, num_external_tokens: int) -> None:
         """A request was given blocks for its whole prompt. Only the first time starts a fetch: after a preemption it is
         recomputed here."""
         one = self._requests.get(DecodeRequestId(request.request_id))
@@ -221,7 +223,7 @@ class DecodeFetches:
         )
         self._engine.step.tell(spec)
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: RequestView) -> None:
         """A request ended, whether its KV had arrived or not."""
         request_id = DecodeRequestId(request.request_id)
         one = self._requests.pop(request_id, None)

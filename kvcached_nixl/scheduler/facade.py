@@ -16,15 +16,14 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.deadlines import Clock, earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.asking import Asking
 from kvcached_nixl.scheduler.asking.settings import AskSettings
-from kvcached_nixl.scheduler.context import AllRanks, EngineContext, StockScheduler
+from kvcached_nixl.scheduler.context import AllRanks, EngineContext, Progress, StockScheduler
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.engine import Progress, Request
 from kvcached_nixl.scheduler.giving_way import GivingWay, Starvation
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.scheduler.whole_engine import OwnSideChannel, Revocations
@@ -35,6 +34,9 @@ from kvcached_nixl.wire.manifest import Keeps
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY, HEADROOM_KEY, RemotePrefill
 from kvcached_nixl.wire.step import FAILING, BlockIds, FetchSpec, Reports, Step, WakeAddress
 from kvcached_nixl.wire.timeline import Timeline
+
+if TYPE_CHECKING:
+    from kvcached_nixl.vllm.adapter.requests import RequestView
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -138,7 +140,7 @@ class SchedulerFacade:
         )
         return None if due_at is None else max(0.0, due_at - self.engine.clock.now_seconds())
 
-    def arrived(self, request: Request, *, may_hold: bool = True) -> bool:
+    def arrived(self, request: RequestView, *, may_hold: bool = True) -> bool:
         """A request has entered the engine. Returns whether it is to be held: a prefill server is asked for its KV."""
         self.outdate_renamed()
         if not self._accepts_params:
@@ -174,7 +176,7 @@ class SchedulerFacade:
             request_id,
         )
 
-    def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def matched(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens prefill has beyond those decode has, and whether they load asynchronously. None: the
         request may not begin yet; ask again (`StartGate`, `GivingWay.yields`)."""
         may_start = not self._yields(request.request_id) and self.offering.may_start(request.request_id)
@@ -189,7 +191,7 @@ class SchedulerFacade:
     def _yields(self, request_id: str) -> bool:
         return self.fetching.needs_others(request_id) and self._giving_way.yields
 
-    def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
+    def allocated(self, request: RequestView, block_ids: BlockIds, num_external_tokens: int) -> None:
         """A request was given blocks; on decode, for its whole prompt."""
         self.asking.window.settle(request.request_id)
         self.fetching.allocated(request, block_ids, num_external_tokens)
@@ -210,7 +212,7 @@ class SchedulerFacade:
         return not (is_short or self.engine.blocks.are_shared)
 
     def offer_cached(
-        self, request: Request, num_tokens: int, block_ids: BlockIds, told: Callable[[Mapping[str, Any]], None]
+        self, request: RequestView, num_tokens: int, block_ids: BlockIds, told: Callable[[Mapping[str, Any]], None]
     ) -> bool:
         """Offers a prompt's beginning, which is cached. Returns whether it can, so that vLLM must keep these blocks
         until `collect` reports the request as sent. Calls ``told`` with the ``kv_transfer_params`` for the peer."""
@@ -276,7 +278,7 @@ class SchedulerFacade:
         is_named = offered is not None and offered.manifest is not None
         return is_named or request_id in self.fetching.attempts.waiting
 
-    def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: RequestView, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; ``is_whole`` if its whole prompt was computed. Returns whether vLLM must keep its blocks
         until `collect` reports it as sent, and the ``kv_transfer_params`` for decode's request."""
         self.offering.gate.gone([request.request_id])

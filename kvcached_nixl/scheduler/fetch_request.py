@@ -14,17 +14,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvcached_nixl.deadlines import Deadlines
 from kvcached_nixl.ids import DecodeRequestId, LogicalBlock
 from kvcached_nixl.scheduler.context import EngineContext
-from kvcached_nixl.scheduler.engine import Request
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import FEWEST_TOKENS, NULL_BLOCK_ID, BlockRange, Keeps, KVGroup, Manifest
 from kvcached_nixl.wire.messages import draw_attempt, is_nameable
 from kvcached_nixl.wire.params import FetchParams
 from kvcached_nixl.wire.step import BlockIds, LeaseRenewal, UnneededOffer
+
+if TYPE_CHECKING:
+    from kvcached_nixl.vllm.adapter.requests import RequestView
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -51,7 +54,7 @@ class FetchRequest:
     """
 
     engine: EngineContext
-    request: Request
+    request: RequestView
     fetch: FetchParams | None
     refused: HandOverFailed | None
     computes: bool = True

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.scheduler.context import EngineContext, is_meant
-from kvcached_nixl.scheduler.engine import Progress, Request
+from kvcached_nixl.scheduler.context import EngineContext, Progress, is_meant
 from kvcached_nixl.scheduler.kept_offers import KeptOffers, StartGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.manifest import NULL_BLOCK_ID, PROTOCOL, BlockRange, Manifest
 from kvcached_nixl.wire.params import asks, prefill_params, read_offer
 from kvcached_nixl.wire.step import BlockIds, Finish, OfferUpdate, Preempt, Revocation, Revoke, Stop
 from kvcached_nixl.wire.timeline import State
+
+if TYPE_CHECKING:
+    from kvcached_nixl.vllm.adapter.requests import RequestView
 
 
 @dataclass(eq=False)
@@ -43,7 +45,7 @@ class OfferRequest:
     """
 
     engine: EngineContext
-    request: Request
+    request: RequestView
     name: str
     digest: str
     num_tokens: int
@@ -173,7 +175,7 @@ class PrefillOffers:
         """Whether a prompt to be offered has no blocks. Its peer may have them already, and wait."""
         return any(not one.block_ids for one in self._running.values())
 
-    def arrived(self, request: Request) -> None:
+    def arrived(self, request: RequestView) -> None:
         """A request has entered the engine. Requests without ``do_remote_decode`` are ignored from here on."""
         params, request_id = request.params, PrefillRequestId(request.request_id)
         if params is None or not asks(params, "do_remote_decode") or request_id in self._running:
@@ -253,7 +255,7 @@ class PrefillOffers:
         have_kv = [one for one in running if one.block_ids or one.ready_tokens or one.request_id in outdated]
         self._revoke(have_kv, revocation)
 
-    def finished(self, request: Request, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: RequestView, is_whole: bool, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; ``is_whole`` if its whole prompt was computed. Returns whether vLLM must keep its blocks
         until `KeptOffers.ended` is told of it, and the parameters for decode's request."""
         one = self._running.pop(PrefillRequestId(request.request_id), None)
@@ -278,7 +280,7 @@ class PrefillOffers:
             self.kept.keep(one.request_id, request.adapter, block_ids, is_taken_back=True)
         return one.is_read, None
 
-    def offer_cached(self, request: Request, num_tokens: int, block_ids: BlockIds) -> dict[str, Any] | None:
+    def offer_cached(self, request: RequestView, num_tokens: int, block_ids: BlockIds) -> dict[str, Any] | None:
         """Offers the beginning of a prompt, which is cached, as that of a request that has ended. Returns the
         parameters for decode's request, when a step has told the workers; None if it cannot be offered."""
         if any(num_tokens % group.table_block_size for group in self._engine.groups.all):

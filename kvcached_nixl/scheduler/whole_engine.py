@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,6 +17,9 @@ from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.causes import RevocationCause
 from kvcached_nixl.wire.handshake import Answer, Answers, Weights, read_rank
 from kvcached_nixl.wire.headroom import AskingFigures, Headroom, encode_headroom
+
+if TYPE_CHECKING:
+    from kvcached_nixl.transport.listener import Listener
 
 QUIET_SECONDS = 2.0
 """How long a pause waits for transfers that may be in flight, before its caller is told that the cache is not clear."""
@@ -120,15 +123,6 @@ class Revocations:
         return bool(self._engine.holds.num_blocks or self._offering.kept.num_kept or is_copied)
 
 
-class HandshakeListener(Protocol):
-    """The listening side of a side channel."""
-
-    def answer(self, answers: Answers) -> None:
-        """Replaces the answers."""
-
-    def close(self) -> None: ...
-
-
 class OwnSideChannel:
     """What an engine answers peers, what it says of its memory, and what it asks of the engine.
 
@@ -154,12 +148,12 @@ class OwnSideChannel:
         self._fetching = fetching
         self._revocations = revocations
         self._asking = asking
-        self._listener: HandshakeListener | None = None
+        self._listener: Listener | None = None
         self._mapped_bytes = self._risen_bytes = self._fallen_bytes = 0
         self._queued_tokens = 0
         self._said_until_seconds = 0.0
 
-    def introduce(self, metadata: Mapping[Any, Any], listen: Callable[[Answers], HandshakeListener]) -> None:
+    def introduce(self, metadata: Mapping[Any, Any], listen: Callable[[Answers], Listener]) -> None:
         """Sets the handshakes of this engine's ranks. Called when the workers have registered their memory, and again
         when their weights may have changed. Peers are answered with them until `close`.
 

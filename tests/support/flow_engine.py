@@ -27,8 +27,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import EngineId
 from kvcached_nixl.processes import Host
 from kvcached_nixl.scheduler.asking.settings import AskSettings
-from kvcached_nixl.scheduler.context import EngineContext
-from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.context import EngineContext, Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.wire.handshake import Answers, Process, RankHandshake, Tag, Tensors, Weights
 from kvcached_nixl.wire.manifest import digest_of

@@ -38,8 +38,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "proof": {"errors", "settings", "wire", "transport"},
     "transport": {"errors", "ids", "side_channel_address", "settings", "wire"},
-    "scheduler": {*BASICS, "wire", "settings", "side_channel_address"},
-    # Of vLLM's worker the type only.
+    # Of vLLM's requests, blocks and worker, and of the listener, the types only.
+    "scheduler": {
+        *BASICS,
+        "wire",
+        "settings",
+        "side_channel_address",
+        "transport.listener",
+        "vllm.adapter.requests",
+        "vllm.adapter.tracing",
+        "vllm.patches.engine_blocks",
+    },
     "worker": {
         *BASICS,
         "wire",

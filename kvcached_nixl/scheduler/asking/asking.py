@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.deadlines import earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
@@ -28,14 +28,16 @@ from kvcached_nixl.scheduler.asking.questions import Questions
 from kvcached_nixl.scheduler.asking.servers import Choice, Server, Servers
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.asking.wanted import Queue, QueueLimit, Stage, Wanted, Window
-from kvcached_nixl.scheduler.context import EngineContext
+from kvcached_nixl.scheduler.context import EngineContext, Progress
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
-from kvcached_nixl.scheduler.engine import Progress, Request
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import Computed, Ended
 from kvcached_nixl.wire.params import asks, params_to_decode
 from kvcached_nixl.wire.question import Outcome
 from kvcached_nixl.wire.timeline import State
+
+if TYPE_CHECKING:
+    from kvcached_nixl.vllm.adapter.requests import RequestView
 
 MOST_PASSED = 16
 PASSING_SECONDS = 10.0
@@ -87,7 +89,7 @@ class Asking:
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
-    def arrived(self, request: Request) -> bool:
+    def arrived(self, request: RequestView) -> bool:
         """A request has entered the engine. Returns whether it is to be held."""
         # The latter is a peer's question.
         if not self.servers.all or asks(request.params, "do_remote_decode"):
@@ -138,7 +140,7 @@ class Asking:
                 self._fetched_in_vain(wanted, self.questions.lost(wanted, failure))
         return wanted is not None and wanted.stage is Stage.FAILED
 
-    def holds_again(self, request: Request) -> bool:
+    def holds_again(self, request: RequestView) -> bool:
         """Called where vLLM asks how much KV there is for a request. Returns whether it waits once more; `turn` holds
         it."""
         request_id = request.request_id

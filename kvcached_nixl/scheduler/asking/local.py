@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 from kvcached_nixl.deadlines import Clock
-from kvcached_nixl.scheduler.engine import BlockPool, Request
+
+if TYPE_CHECKING:
+    from kvcached_nixl.vllm.adapter.requests import RequestView
+    from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 
 HALF_LIFE_SECONDS = 60.0
 LEAST_WEIGHT = 0.5
@@ -141,7 +145,7 @@ class LocalPrefills:
         # Those whose beginning has not come yet.
         self._coming: dict[str, tuple[int, int]] = {}
 
-    def add(self, request: Request, order: tuple[int, int], num_tokens: int) -> None:
+    def add(self, request: RequestView, order: tuple[int, int], num_tokens: int) -> None:
         """So many tokens of a held request are to be computed here. ``order``: its place among all that were held."""
         self.num_tokens += num_tokens
         self.break_even.begins(request.request_id, self.num_tokens, is_local=True)
@@ -156,7 +160,7 @@ class LocalPrefills:
         """Whether so many more tokens would not have to wait."""
         return not self.num_tokens or self.num_tokens + num_tokens <= self._most_tokens
 
-    def follows(self, request: Request, num_tokens: int) -> None:
+    def follows(self, request: RequestView, num_tokens: int) -> None:
         """So many tokens of a request are computed here when what it fetches has come."""
         self.num_tokens += num_tokens
         self._coming[request.request_id] = num_tokens, request.num_prompt_tokens
@@ -172,7 +176,7 @@ class LocalPrefills:
         for of in (self._begun, self._waiting, self._coming):
             self.num_tokens -= of.pop(request_id, (0, 0))[0]
 
-    def turn(self, blocks: BlockPool, received: Collection[str]) -> bool:
+    def turn(self, blocks: EngineBlocks, received: Collection[str]) -> bool:
         """Lets the next ones begin, before each step. Returns whether there are any. Those ``received`` have fetched
         all that they fetch."""
         for request_id in self._coming.keys() & received:

@@ -14,14 +14,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.scheduler.asking.servers import Server
-from kvcached_nixl.scheduler.engine import BlockPool, Request
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.question import Outcome, Question
+
+if TYPE_CHECKING:
+    from kvcached_nixl.vllm.adapter.requests import RequestView
+    from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 
 
 class Stage(Enum):
@@ -64,7 +67,7 @@ class Wanted:
         passed_since_seconds: when it first found no room; 0 if it never did.
     """
 
-    request: Request
+    request: RequestView
     question: Question
     order: tuple[int, int]
     hashes: Sequence[bytes]
@@ -194,7 +197,7 @@ class Window:
         self._promised: dict[str, int] = {}
         self.num_promised = 0
 
-    def has_room(self, num_blocks: int, blocks: BlockPool) -> bool:
+    def has_room(self, num_blocks: int, blocks: EngineBlocks) -> bool:
         if not self._promised:
             return True
         room = blocks.num_free + AHEAD * (blocks.num_free + blocks.num_used)

@@ -101,6 +101,7 @@ class RequestReader:
         return found
 
     def forget(self, adapter: int | None) -> None:
+        """A LoRA adapter was loaded again or removed. None: any adapter may have been, and it is not known which."""
         if adapter is None:
             self.adapters.forget_all()
         else:
@@ -186,7 +187,28 @@ def _salted(salt: bytes, block_hashes: Iterable[bytes]) -> list[bytes]:
 
 
 class RequestView:
-    """A request as our scheduler sees it: `scheduler.engine.Request`, which says what each of these is."""
+    """One request in vLLM's scheduler.
+
+    Attributes:
+        params: its ``kv_transfer_params``, unchecked, as a client or router has sent them; None if it is not a mapping,
+            which the API server refuses or passes on unchecked.
+        whole_because: why prefill computes it to its last token, which no state can be taken back from; "" if it does
+            not. Asked only of requests of prefill, where layers keep states.
+        ends_in_media: its prompt's last token belongs to an image, a sound, ...
+        is_session: more input may follow after what it has generated: its prompt is then not its whole input.
+        awaits_grammar: vLLM begins it when the grammar of its structured output is compiled.
+        is_stand_in: vLLM added it in place of a rejected request: its prompt is not known, and it is aborted at once.
+        computes_prompt: it needs an output for each token of its prompt, so that must be computed here in full.
+        adapter: the engine's number of the LoRA adapter that it is computed with; 0 for none.
+        num_media: images, sounds, ... in its prompt.
+        lacks_media: its prompt has placeholders for images, sounds, ... that did not come with the request.
+        trace_headers: the W3C trace context as its client or router has sent it, unchecked. None without tracing.
+        priority: less is started earlier, where the engine goes by priority.
+        block_hashes: what its full blocks are cached under: each stands for all tokens up to its end, adapter, media
+            and salt.
+        question: what a prefill server would be asked. None for a prompt that has to be computed here, one whose
+            images, sounds, ... are not here, and one that another server was named for already.
+    """
 
     def __init__(self, request: Any, reader: RequestReader) -> None:
         self.request, self._reader = request, reader
@@ -204,7 +226,6 @@ class RequestView:
 
     @property
     def params(self) -> Mapping[str, Any] | None:
-        """``kv_transfer_params``; None if it is not a mapping, which the API server refuses or passes on unchecked."""
         found = self.request.kv_transfer_params
         return found if isinstance(found, Mapping) else None
 
@@ -243,6 +264,7 @@ class RequestView:
         return grammar is None or (isinstance(grammar, Future) and not grammar.done())
 
     def refuse_prefill(self) -> None:
+        """Forget the prefill server that a client names in its parameters."""
         if (self.params or {}).get("do_remote_prefill"):
             self.request.kv_transfer_params = None
             logger.warning(
@@ -262,8 +284,6 @@ class RequestView:
 
     @property
     def question(self) -> Question | None:
-        """None for a prompt that has to be computed here, one whose images, sounds, ... are not here, and one that
-        another server was named for already."""
         request = self.request
         params = self.params or {}
         if (
@@ -292,12 +312,15 @@ class RequestView:
         )
 
     def tell_cached(self, num_tokens: int) -> None:
-        """vLLM counts all that is handed over as cached. Source: ``v1/metrics/stats.py``."""
+        """Let its client's ``usage`` name these as the prompt's cached tokens, or those that were cached here, if more
+        were: of what is handed over, prefill had these cached, and vLLM would count all. Until its first output.
+        Source: ``v1/metrics/stats.py``."""
         stats = private(self.request, "prefill_stats")
         if stats is not None:
             stats.num_cached_tokens = max(stats.num_local_cached_tokens, min(num_tokens, stats.num_prompt_tokens))
 
     def digest(self, num_tokens: int) -> str:
+        """Digest of its first ``num_tokens`` tokens (`wire.manifest`)."""
         request = self.request
         embeddings = hash_embeddings(request)
         return digest_of(

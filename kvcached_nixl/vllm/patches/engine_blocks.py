@@ -27,8 +27,24 @@ _OWN_THRESHOLD = "_kvcached_nixl_threshold"
 
 
 class EngineBlocks:
-    """The KV-cache blocks of an engine: `scheduler.engine.BlockPool`, which says what each of these is. What is read
-    once stays as it is while the engine runs."""
+    """The KV-cache blocks of an engine. What is read once stays as it is while the engine runs.
+
+    Attributes:
+        are_shared: another connector may load KV into them, and may later report that the load has failed.
+        is_copied: another connector is reading blocks or writing them: those that are freed meanwhile are not free.
+        is_producer: the engine only offers KV (``kv_role`` kv_producer), so that vLLM orders no loads into them.
+        is_paused: the engine runs nothing.
+        admits: the engine starts requests now: it is neither paused nor asleep.
+        most_running: how many requests may run at a time.
+        caches_prefixes: there is a prefix cache.
+        goes_by_priority: requests are started by priority, and not as they arrived.
+        num_free: blocks that could be allocated now, those that only the prefix cache keeps among them.
+        num_used: blocks that requests have, or that are kept or held for peers.
+        num_running_blocks: those of the requests that run.
+        num_cached: blocks that only the prefix cache keeps, and that `drop_cached` could free; 0 without kvcached.
+        has_reserve: kvcached has mapped pages in advance, which `trim` would give back.
+        stalled: if no request runs: those that wait for blocks, in vLLM's order. No running request will free any.
+    """
 
     def __init__(self, engine_scheduler: Any) -> None:
         scheduler = self._scheduler = engine_scheduler
@@ -38,7 +54,7 @@ class EngineBlocks:
         # Per KV-cache group, with the blocks of each request.
         self._managers = self._coordinator.single_type_managers
         self._tables = [private(one, "req_to_blocks") for one in self._managers]
-        # Where NIXL's connector is one of several (``MultiConnector``): others may load KV, and fail.
+        # Where NIXL's connector is one of several (``MultiConnector``).
         self.are_shared = side_of(private(scheduler, "connector")) is None
         # As vLLM's scheduler takes it; below a ``MultiConnector``, too.
         self.is_producer = not private(scheduler, "vllm_config").kv_transfer_config.is_kv_consumer
@@ -79,9 +95,11 @@ class EngineBlocks:
         return max(0, int(private(self._elastic, "_get_num_alloced_blocks")()) - 1 - self.num_cached)
 
     def num_needed(self, request_id: str) -> int:
+        """How many blocks a request needs for its prompt, in addition to those that it has."""
         return self._num_needed(private(self._scheduler, "requests")[request_id])
 
     def num_cached_tokens(self, request_id: str) -> int:
+        """How many tokens of a request's prompt are in the prefix cache."""
         return self.num_cached_tokens_of(private(self._scheduler, "requests")[request_id])
 
     def num_cached_tokens_of(self, request: Any) -> int:
@@ -104,11 +122,14 @@ class EngineBlocks:
         private(self._manager, "free")(private(self._scheduler, "requests").pop(request.request_id))
 
     def hold(self, request_id: str) -> None:
+        """Have a request that waits in vLLM's queue wait there until `release`, and no step look at it."""
         hold(self._scheduler, private(self._scheduler, "requests")[request_id])
 
     def limit_chunks(self, num_tokens: int) -> None:
-        """By vLLM's own limit (``--long-prefill-token-threshold``). Nothing is limited where vLLM may not divide
-        prompts, or only at certain tokens: a request would get no turn."""
+        """Limit how many tokens of one prompt a step computes while other requests run; 0 for no limit but vLLM's.
+
+        By vLLM's own limit (``--long-prefill-token-threshold``). Nothing is limited where vLLM may not divide prompts,
+        or only at certain tokens: a request would get no turn."""
         scheduler = self._scheduler
         config = private(scheduler, "scheduler_config")
         own = vars(scheduler).setdefault(_OWN_THRESHOLD, config.long_prefill_token_threshold)
@@ -120,6 +141,7 @@ class EngineBlocks:
         config.long_prefill_token_threshold = min(limits, default=0)
 
     def release(self, request_id: str, params: Mapping[str, Any] | None) -> None:
+        """Have a held request started when it is its turn, with ``kv_transfer_params`` of prefill if there are any."""
         request = private(self._scheduler, "waiting").release(request_id)
         if params is not None:
             request.kv_transfer_params = dict(params)
@@ -138,12 +160,15 @@ class EngineBlocks:
         return len({block.block_id for block in held if not block.is_null})
 
     def others_have_blocks(self, request_ids: Collection[str]) -> bool:
+        """Whether any request but these has blocks: it waits for KV or for input, or is kept for a peer."""
         return any(blocks and one not in request_ids for table in self._tables for one, blocks in table.items())
 
     @property
     def starved(self) -> tuple[str, int] | None:
-        """vLLM starts a request when all of its prompt fits. Its look-ahead and its reserve for running requests add a
-        few blocks, which count only if nothing runs: otherwise blocks come free."""
+        """The next request in the queue, and how many more blocks it needs than are free; None if it needs none.
+
+        vLLM starts a request when all of its prompt fits. Its look-ahead and its reserve for running requests add a few
+        blocks, which count only if nothing runs: otherwise blocks come free."""
         scheduler = self._scheduler
         request = next((one for one in startable(scheduler) if wants_blocks(one)), None)
         num_running = len(private(scheduler, "running"))
@@ -162,8 +187,9 @@ class EngineBlocks:
 
     @property
     def blocks_over_limit(self) -> int:
-        """Whether kvcached has applied its limit already (it does so when it allocates) or not; at least one if blocks
-        keep more pages in use than the limit has."""
+        """How many more blocks are allocated than kvcached's limit (``kvctl limit``) allows, whether kvcached has
+        applied it already (it does so when it allocates) or not; at least one if blocks keep more pages in use than the
+        limit has."""
         # Of the keys or values of one layer. 0 if the limit was never changed.
         limit_bytes = 0 if self._elastic is None else self._pages.get_resize_target()
         if limit_bytes <= 0:
@@ -173,24 +199,28 @@ class EngineBlocks:
         return max(int(exceeds), int(private(self._elastic, "_get_num_alloced_blocks")()) - allowed)
 
     def usage(self) -> BlockUsage:
-        """As seen from any thread: the engine's own may change things meanwhile, so a failure means "ask again"."""
+        """Numbers at this moment. May be called from any thread: the engine's own may change things meanwhile, so a
+        failure means "ask again"."""
         free_bytes = 0 if self._elastic is None else int(self._pages.get_avail_physical_pages() * self._page_bytes)
         queued_tokens = sum(one.num_prompt_tokens for one in list(queued(self._scheduler)) if wants_blocks(one))
         return BlockUsage(self.num_free, self.num_used, free_bytes, queued_tokens)
 
     def mapped_bytes(self) -> int:
-        """As seen from any thread. Each rank has mapped as much on its device."""
+        """Memory of one device that is mapped for KV, with the reserve of free pages; as much on each rank's. May be
+        called from any thread."""
         if self._elastic is None:
             return 0
         return int((self._pages.get_num_inuse_pages() + self._pages.get_num_reserved_pages()) * self._page_bytes)
 
     def apply_limit(self) -> None:
-        """kvcached applies a changed limit in its next allocation, and vLLM asks for none that exceeds the free blocks
-        of before: a limit that was raised again would never count."""
+        """Have kvcached look at its limit (``kvctl limit``). It applies a changed one in its next allocation, and vLLM
+        asks for none that exceeds the free blocks of before: a limit that was raised again would never count."""
         if self._elastic is not None and self._pages.get_resize_target() > 0:
             self._elastic.alloc(0)
 
     def tell_neighbours(self, needs_others: Callable[[str], bool]) -> bool:
+        """Tell the other engines on the device how much memory `starved` waits for. Returns whether it is any.
+        ``needs_others``: whether a request would not run with that memory, but wait for another engine."""
         if self._wants is None:
             return False
         starved, num_bytes = self.starved, 0
@@ -204,13 +234,15 @@ class EngineBlocks:
         return num_bytes > 0
 
     def wanted_by_neighbours(self) -> tuple[int, bool]:
-        """What other engines could still map of the device's free memory they have left out."""
+        """How many blocks would have to be freed for other engines on the device that wait for memory, and whether one
+        of them runs nothing until it gets some. What they could still map of the free memory they have left out."""
         if self._wants is None:
             return 0, False
         want = self._wants.of_others()
         return (-(-want.num_bytes // self._block_bytes) if want.num_bytes else 0), want.is_stalled
 
     def neighbours_served(self) -> None:
+        """What `wanted_by_neighbours` has returned is being freed."""
         if self._wants is not None:
             self._wants.served()
 
@@ -219,7 +251,7 @@ class EngineBlocks:
         return len(optional(self._pool, "_evictable_blocks", ()))
 
     def drop_cached(self, num_blocks: int) -> int:
-        """Whole pages first."""
+        """Free blocks that only the prefix cache keeps, whole pages first. Returns how many."""
         evict = optional(self._pool, "_evict_blocks_from_pool")
         return 0 if evict is None or num_blocks <= 0 else int(evict(num_blocks))
 
@@ -228,6 +260,7 @@ class EngineBlocks:
         return self._elastic is not None and self._pages.get_num_reserved_pages() > 0
 
     def trim(self) -> int:
+        """Give the device back what kvcached has mapped in advance. Returns how many blocks would have fitted."""
         if not self.has_reserve:
             return 0
         num_bytes = int(self._pages.get_num_reserved_pages()) * self._page_bytes
@@ -235,7 +268,8 @@ class EngineBlocks:
         return num_bytes // self._block_bytes
 
     def take(self, request_id: str) -> list[Any]:
-        """vLLM's reference count cannot be used: kvcached counts no references without prefix caching."""
+        """Take a request's blocks from it without freeing them; vLLM finds none when it frees the request. Its
+        reference count cannot be used: kvcached counts no references without prefix caching."""
         taken: list[Any] = []
         for manager, table in zip(self._managers, self._tables, strict=True):
             taken += reversed(table.pop(request_id, []))
@@ -244,12 +278,16 @@ class EngineBlocks:
         return [block for block in taken if not block.is_null]
 
     def give_back(self, blocks: list[Any]) -> None:
+        """Free blocks that `take` returned."""
         self._pool.free_blocks(blocks)
 
     def let_go(self, request_id: str, *, recomputes: bool) -> int | None:
-        """vLLM may have noticed the KV already without scheduling the request since (other adapters run, or there are
-        no free blocks). It then counts those tokens as computed, whatever blocks the request has. Nothing is done to
-        one that runs, has finished or is unknown."""
+        """Take the received KV from a request that vLLM has not resumed yet, between two steps: it is recomputed
+        (``recomputes``), or ends with an error. Returns the client to tell, by its index, if it has ended.
+
+        vLLM may have noticed the KV already without scheduling the request since (other adapters run, or there are no
+        free blocks). It then counts those tokens as computed, whatever blocks the request has. Nothing is done to one
+        that runs, has finished or is unknown."""
         request = private(self._scheduler, "requests").get(request_id)
         if request is None or request.is_finished() or request in private(self._scheduler, "running"):
             return None
@@ -269,8 +307,18 @@ class EngineBlocks:
         return int(request.client_index)
 
     def outdate(self, is_meant: Callable[[int, str], bool], *, even_waiting: bool = False) -> set[str]:
-        """A block's hash says nothing of the weights, and knows an adapter by its name. Blocks that only the prefix
-        cache keeps may be of any adapter, so all of them go."""
+        """Take KV that was computed so far out of the prefix cache, and have the requests that have blocks now share
+        none of what they go on to compute. Called between two steps.
+
+        A block's hash says nothing of the weights, and knows an adapter by its name. Blocks that only the prefix cache
+        keeps may be of any adapter, so all of them go.
+
+        Args:
+            is_meant: whether KV of this LoRA adapter is outdated: vLLM's number and name of it, 0 and "" for none.
+            even_waiting: requests without blocks share nothing with later ones either.
+
+        Returns: the requests that are meant and have blocks.
+        """
         outdated: set[str] = set()
         kept: set[int] = set()
         for request_id, request in private(self._scheduler, "requests").items():
@@ -306,13 +354,13 @@ class EngineBlocks:
             self.let_go(request_id, recomputes=True)
 
     def first_tokens(self, num_tokens: int) -> tuple[int, ...]:
+        """Per KV-cache group, the first token whose block is kept after ``num_tokens`` tokens; it starts a block."""
         return tuple(
             manager.get_num_skipped_tokens(num_tokens) // manager.block_size * manager.block_size
             for manager in self._managers
         )
 
     def _num_needed(self, request: Any) -> int:
-        """How many blocks a request needs for its prompt, in addition to those that it has."""
         needed = 0
         for manager, table in zip(self._managers, self._tables, strict=True):
             first_block = manager.get_num_skipped_tokens(request.num_tokens) // manager.block_size

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.context import Progress
 from kvcached_nixl.vllm.adapter.attributes import optional, private, reports_in, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.metrics import add_lasted, take_timelines

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,13 +25,11 @@ from support.engine_fakes import (
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.asking.settings import AskSettings
-from kvcached_nixl.scheduler.engine import BlockPool, Progress, Reader, Request
+from kvcached_nixl.scheduler.context import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade, build_scheduler
 from kvcached_nixl.scheduler.giving_way import UNHEARD_SECONDS
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
-from kvcached_nixl.vllm.adapter.requests import RequestReader, RequestView
-from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.headroom import BlockUsage, read_headroom
 from kvcached_nixl.wire.manifest import Keeps, KVGroup, KVGroups
@@ -348,13 +344,3 @@ def test_a_timeout_of_vllms_that_decides_nothing_here_is_said_to_do_so(
     started({"kv_lease_duration": 12})
     (record,) = caplog.records
     assert "VLLM_NIXL_ABORT_REQUEST_TIMEOUT has no effect" in record.message and "12 s" in record.message
-
-
-@pytest.mark.parametrize(
-    ("needed", "found"), [(Request, RequestView), (Reader, RequestReader), (BlockPool, EngineBlocks)]
-)
-def test_who_implements_a_protocol_has_all_of_it(needed: type, found: type) -> None:
-    methods = {name for name in vars(needed) if not name.startswith("_")}
-    names = methods | {*needed.__annotations__}
-    assigned = re.findall(r"\bself\.(\w+)(?=[,:= ])", inspect.getsource(found))
-    assert names and names <= {*dir(found), *assigned}

@@ -18,7 +18,7 @@ from support.engine_fakes import (
 )
 
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.scheduler.engine import Progress
+from kvcached_nixl.scheduler.context import Progress
 from kvcached_nixl.scheduler.kept_offers import ASK_AGAIN_SECONDS
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.settings import TransferMode
