@@ -284,12 +284,13 @@ class Asking:
         request_id, blocks = wanted.request.request_id, self._engine.blocks
         if self._queue.follows(wanted):
             return True
-        rests, num_blocks = all(map(self.servers.rests, self.servers.all)), blocks.num_needed(request_id)
+        rests = all(self.servers.rests(one) for one in self.servers.all if one not in wanted.lacking)
+        num_blocks = blocks.num_needed(request_id)
         # First, since it is looked at in each step: a choice takes the longer the longer the prompt is.
         if not rests and not self.window.has_room(num_blocks, blocks):
             return False
         choice = self.servers.choose(*wanted.choice)
-        if rests and not self._replaces(choice.server):
+        if rests and choice.server not in wanted.lacking and not self._replaces(choice.server):
             self._rested_at_seconds = choice.server.rests_until_seconds
             return False
         if self._goes_on_here(wanted, choice):

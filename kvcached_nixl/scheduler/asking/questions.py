@@ -146,16 +146,20 @@ class Questions:
         """A request has no use of the server that was asked for it."""
         wanted.outcome = outcome
         wanted.num_lost += outcome.has_prompt
-        if outcome.is_busy:
+        if outcome.is_of_adapter:
+            wanted.lacking.add(wanted.tried.pop())
+        elif outcome.is_busy:
             wanted.tried.pop()
         elif outcome.is_of_server and self._is_required and wanted.num_lost <= MOST_LOST:
             wanted.tried.clear()
 
     def has_tries(self, wanted: Wanted) -> bool:
-        """Whether a server is asked for it once more. Adapters are spread over servers: one of them may have it."""
-        is_left = self._servers.choose(*wanted.choice).server not in wanted.tried
+        """Whether a server is asked for it once more. Adapters are spread over servers: one of them may have it, and is
+        waited for if it is busy."""
         if wanted.outcome.is_of_adapter:
-            return is_left
+            others = (one for one in self._servers.all if one not in wanted.lacking and not one.is_own)
+            return any(one.is_busy or not self._servers.rests(one) for one in others)
+        is_left = self._servers.choose(*wanted.choice).server not in wanted.tried
         return (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES
 
     def unusable(self, params: Mapping[str, Any], wanted: Wanted) -> str:
@@ -175,7 +179,8 @@ class Questions:
             return False
         wanted.is_looked_up = True
         num_tokens, rest_tokens = wanted.request.num_prompt_tokens, min(break_even.longest_tokens, num_missing - 1)
-        asked = self._servers.that_may_have(wanted.tried, wanted.hashes, num_tokens, MOST_ASKED, rest_tokens)
+        tried = *wanted.tried, *wanted.lacking
+        asked = self._servers.that_may_have(tried, wanted.hashes, num_tokens, MOST_ASKED, rest_tokens)
         likely_seconds = break_even.asked_seconds(num_missing)
         seconds = LONGEST_SECONDS if likely_seconds is None else likely_seconds / 2
         seconds = min(max(SHORTEST_SECONDS, seconds), LONGEST_SECONDS)

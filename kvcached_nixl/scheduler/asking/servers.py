@@ -163,11 +163,17 @@ class Servers:
             self._leaving = [one for one in dict.fromkeys(left) if one.asked]
 
     def choose(
-        self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, cached: Mapping[Server, int]
+        self,
+        tried: Collection[Server],
+        lacking: Collection[Server],
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        cached: Mapping[Server, int],
     ) -> Choice:
-        """Returns the one to ask next for a prompt of so many tokens. It does not rest, was not tried yet, and has the
-        fewest tokens to compute, the prompt's with them, but for those that it has ``cached``. The prompt's count twice
-        where they slow a server's own clients. If all rest, it is one that is busy, or rests for the shortest time."""
+        """Returns the one to ask next for a prompt of so many tokens. It does not lack what the prompt needs, does not
+        rest, was not tried yet, and has the fewest tokens to compute, the prompt's with them, but for those that it has
+        ``cached``. The prompt's count twice where they slow a server's own clients. If all rest, it is one that is
+        busy, or rests for the shortest time."""
         now = self.clock.now_seconds()
         self.random.shuffle(self.all)
         knowing, num_known = self._find(hashes)
@@ -175,13 +181,13 @@ class Servers:
         def may_have(one: Server) -> int:
             return cached.get(one, num_known if one is knowing else 0)
 
-        def order(one: Server) -> tuple[bool, bool, bool, bool, bool, float, int]:
+        def order(one: Server) -> tuple[bool, bool, bool, bool, bool, bool, float, int]:
             rests_seconds = max(0.0, one.rests_until_seconds - now)
             rests = rests_seconds > 0
             num_here = (num_tokens - may_have(one)) * (2 if one.has_clients else 1)
             refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.refused_seconds + LONGEST_PAUSE_SECONDS
             last = refuses, rests and not one.is_busy, rests_seconds, one.num_tokens(now) + num_here
-            return rests, one.is_own, one in tried, *last
+            return one in lacking, rests, one.is_own, one in tried, *last
 
         found = min(self.all, key=order)
         return Choice(found, found.num_tokens(now), num_tokens - may_have(found))

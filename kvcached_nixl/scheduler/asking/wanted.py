@@ -58,7 +58,8 @@ class Wanted:
         number: of the question without an answer; 0 if there is none.
         named: the engine that was named before the answer (push).
         outcome: of the last question.
-        tried: the servers that were asked, and were not busy.
+        tried: the servers that were asked, and were neither busy nor ``lacking``.
+        lacking: those that lack its adapter, or have it in another version.
         is_looked_up: servers were asked how much of it they have cached.
         cached: tokens, by what they have said.
         offers: what they have offered of it: ``kv_transfer_params``.
@@ -78,6 +79,7 @@ class Wanted:
     named: RemotePrefill | None = None
     outcome: Outcome = Outcome("none may be asked now", is_of_server=True)
     tried: list[Server] = field(default_factory=list)
+    lacking: set[Server] = field(default_factory=set)
     is_looked_up: bool = False
     cached: dict[Server, int] = field(default_factory=dict)
     offers: dict[Server, Mapping[str, Any]] = field(default_factory=dict)
@@ -86,9 +88,9 @@ class Wanted:
     passed_since_seconds: float = 0.0
 
     @property
-    def choice(self) -> tuple[Collection[Server], Sequence[bytes], int, Mapping[Server, int]]:
+    def choice(self) -> tuple[Collection[Server], Collection[Server], Sequence[bytes], int, Mapping[Server, int]]:
         """What `Servers.choose` takes."""
-        return self.tried, self.hashes, self.request.num_prompt_tokens, self.cached
+        return self.tried, self.lacking, self.hashes, self.request.num_prompt_tokens, self.cached
 
 
 GRAMMAR_SECONDS = 0.01

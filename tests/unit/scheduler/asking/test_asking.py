@@ -213,6 +213,9 @@ class Decode:
     def number(self, request_id: str) -> int:
         return max(number for number, (_, one) in self.asker.asked.items() if one == request_id)
 
+    def by_url(self, url: str) -> Server:
+        return next(one for one in self.asking.servers.all if one.url == url)
+
     def url(self, request_id: str) -> str:
         return self.asker.asked[self.number(request_id)][0]
 

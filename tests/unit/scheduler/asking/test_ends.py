@@ -111,8 +111,7 @@ def test_an_adapter_is_found_on_the_only_server_that_has_it(recomputes: bool) ->
     """Servers that lack it answer at once, so they have the least to compute, and are asked first."""
     urls = [f"http://p{number}" for number in range(1, 5)]
     decode = Decode(*urls, recomputes=recomputes, num_free=10_000)
-    has_it = next(one for one in decode.asking.servers.all if one.url == urls[-1])
-    has_it.asked[10**6] = 4096, 0.0
+    decode.by_url(urls[-1]).asked[10**6] = 4096, 0.0
     decode.arrives("a", adapter="new")
     while decode.url("a") != urls[-1]:
         decode.answers("a", MISSING)
@@ -124,6 +123,31 @@ def test_an_adapter_is_found_on_the_only_server_that_has_it(recomputes: bool) ->
     assert "b" in decode.fetching.refused
 
 
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_an_adapter_is_waited_for_where_its_only_server_is_busy(recomputes: bool) -> None:
+    decode = Decode("http://p1", "http://p2", "http://p3", recomputes=recomputes, num_free=10_000)
+    decode.arrives("a", adapter="new")
+    for _ in range(3):
+        decode.answers("a", BUSY if decode.url("a") == "http://p3" else MISSING)
+    assert decode.asking.due_at_seconds == decode.by_url("http://p3").rests_until_seconds
+    while decode.number("a") not in decode.asking.questions.asked:
+        decode.clock.advance(1)
+        decode.turn()
+    assert decode.url("a") == "http://p3"
+    decode.answers("a", ANSWER)
+    assert "a" in decode.blocks.released and not decode.fetching.refused
+
+
+def test_an_adapter_whose_server_leaves_while_it_is_waited_for_is_computed_here() -> None:
+    decode = Decode("http://p1", "http://p2", num_free=10_000)
+    decode.arrives("a", adapter="new")
+    for _ in range(2):
+        decode.answers("a", BUSY if decode.url("a") == "http://p2" else MISSING)
+    decode.asking.servers.all.remove(decode.by_url("http://p2"))
+    decode.turn()
+    assert "a" in decode.fetching.refused and decode.asking.due_at_seconds is None
+
+
 @pytest.mark.parametrize("adapter", ["new", ""])
 @pytest.mark.parametrize("is_required", [False, True])
 @pytest.mark.parametrize("rests", ["own", "dead"])
@@ -131,7 +155,7 @@ def test_a_refused_prompt_is_not_asked_for_again_while_another_server_rests(
     adapter: str, is_required: bool, rests: str
 ) -> None:
     decode = Decode("http://p1", "http://p2", is_required=is_required, num_free=10_000)
-    other = next(one for one in decode.asking.servers.all if one.url == "http://p2")
+    other = decode.by_url("http://p2")
     if rests == "own":
         other.is_own = True
     else:
