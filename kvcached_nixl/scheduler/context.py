@@ -296,6 +296,7 @@ class EngineContext:
         has_news: the engine has to step soon, whatever ``step`` holds.
         refused: as in `Reports`: their clients are told with the next step.
         blocks: the engine's KV-cache blocks, once it ``is_bound``: a request has entered the engine.
+        knows_weights: what its workers compute with now has been read.
     """
 
     blocks: EngineBlocks
@@ -316,7 +317,7 @@ class EngineContext:
         self.holds = Holds(self)
         self.timelines = Timelines(clock, stock.spans, is_push=self.is_push)
         self.failures = Failures(self.timelines)
-        self.has_news = self.is_bound = False
+        self.has_news, self.is_bound, self.knows_weights = False, False, True
         self.refused: list[tuple[str, int]] = []
         self.step = self._new_step()
         self._wake: Callable[[], None] | None = None

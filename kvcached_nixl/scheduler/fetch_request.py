@@ -139,11 +139,15 @@ class FetchRequest:
             self.end_token = min(self.end_token, request.num_prompt_tokens - 1)
 
     def check_start(self, num_computed_tokens: int) -> None:
-        """Sets ``refused`` if KV cannot be loaded behind what decode has in its prefix cache. Called after `check`."""
+        """Sets ``refused`` if KV cannot be loaded behind what decode has in its prefix cache, or may not be of decode's
+        weights. Called after `check`."""
         step_tokens = self.engine.groups.step_tokens
         if self.refused is not None:
             return
-        if num_computed_tokens % step_tokens:
+        if not self.engine.knows_weights:
+            reason = "decode's weights may have changed, and could not be read since"
+            self.refused = HandOverFailed(FailureCause.REVOKED, reason)
+        elif num_computed_tokens % step_tokens:
             reason = f"its first {num_computed_tokens} tokens end inside a block of {step_tokens}"
             self.refused = HandOverFailed(FailureCause.RANGE, reason)
         elif self.engine.blocks.is_producer:

@@ -48,7 +48,7 @@ class Revocations:
 
     def identified(self, weights: Mapping[Any, Weights]) -> None:
         """The workers have said which weights they have, by rank."""
-        self.is_doubted = False
+        self.is_doubted, self._engine.knows_weights = False, True
         if self._weights not in (None, weights):
             self.weights_changed()
         self._weights = weights
@@ -175,7 +175,9 @@ class OwnSideChannel:
             self._listener.answer(answers)
 
     def hide(self) -> None:
-        """Answers peers that this engine has no rank, until `introduce` is called again."""
+        """The engine's weights cannot be read: it answers peers that it has no rank, and fetches no KV, until
+        `introduce` is called again."""
+        self._engine.knows_weights = False
         self._revocations.weights_changed()
         if self._listener is not None:
             self._listener.answer({})

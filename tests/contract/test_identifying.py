@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.worker.gpu_worker import Worker
 
 from kvcached_nixl.vllm.adapter.weights import distrust, note_calls
 from kvcached_nixl.vllm.patches import engine_loop, weights
@@ -180,6 +181,23 @@ def test_calls_that_were_not_looked_at_are_looked_at_later(monkeypatch: pytest.M
     assert engine.call("two") == ["two", "changed by one, two", "identify"]
 
 
+def test_a_look_that_has_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may call again: a neighbour had taken the memory that workers need for it."""
+    engine, now = Engine(monkeypatch, is_idle=False), [0.0]
+    monkeypatch.setattr(weights, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    executor = engine.core.model_executor
+    identify, executor.get_kv_connector_handshake_metadata = executor.get_kv_connector_handshake_metadata, None
+    assert engine.call("one") == ["one", "changed by one", "hide"]
+    assert engine.call() == []
+    now[0] = weights.RETRY_SECONDS
+    assert engine.call() == ["changed by one"], "in vain, and nobody is told again"
+    executor.get_kv_connector_handshake_metadata = identify
+    now[0] = 2 * weights.RETRY_SECONDS
+    assert engine.call() == ["changed by one", "identify"]
+    now[0] = 4 * weights.RETRY_SECONDS
+    assert engine.call() == []
+
+
 def test_a_call_while_an_engine_starts_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM tells its workers an automatic max_model_len before it has a scheduler."""
     engine = Engine(monkeypatch, is_idle=False)
@@ -211,3 +229,23 @@ def test_other_input_that_waits_does_not_put_it_off(monkeypatch: pytest.MonkeyPa
         engine.core.input_queue.put(item)
     take_input(engine.core)
     assert engine.asked == ["one", "changed by one", "identify"]
+
+
+OTHERS = frozenset(
+    {
+        *("add_lora", "apply_model", "checkpoint_restore", "compile_or_warm_up_model", "determine_available_memory"),
+        *("discard", "elastic_ep_execute", "execute_dummy_batch", "execute_model", "get_draft_model"),
+        *("get_kv_connector_handshake_metadata", "get_model", "handle_ft_command", "init_device"),
+        *("initialize_from_config", "randomize_dummy_inputs", "remove_lora", "reset_weights", "sample_tokens"),
+        *("set_kv_cache_layout", "shutdown", "sleep", "take_draft_token_ids", "update_config", "wake_up"),
+    }
+)
+"""Methods of vLLM's workers that may change weights, or that nobody calls by name from outside."""
+
+
+def test_every_call_of_a_worker_was_judged() -> None:
+    """After one that was not, weights that cannot all be read count as unknown until they are loaded again: a call that
+    only reads would end hand-overs (``POST /weight_checker``)."""
+    found = {name for name in dir(Worker) if not name.startswith("_")}
+    assert found <= OTHERS | weights._HARMLESS | weights._CHANGING
+    assert not OTHERS & (weights._HARMLESS | weights._CHANGING)

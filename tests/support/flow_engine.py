@@ -501,7 +501,7 @@ class Engine:
         self.pool = Pool(self, shape, memories, kind.caches_prefixes, kind.are_shared, kind.newest_first)
         self.handover.engine.bind(self.pool)
         self.answers: Answers = {}
-        self.handover.side_channel.introduce(self._envelopes(), self._listen)
+        self.introduce()
         self.requests: dict[str, Request] = {}
         self.attempts: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -819,6 +819,10 @@ class Engine:
             del counts[name]
         return found
 
+    def introduce(self) -> None:
+        """Tells peers what the workers have said."""
+        self.handover.side_channel.introduce(self._envelopes(), self._listen)
+
     def update(self, weights: Weights, *, is_known: bool = True) -> None:
         """Changes the engine's weights between two steps.
 
@@ -831,7 +835,7 @@ class Engine:
             self.handover.revocations.weights_changed()
         for worker in self.workers:
             worker.side.identify(weights)
-        self.handover.side_channel.introduce(self._envelopes(), self._listen)
+        self.introduce()
         self._mix(self.requests.values() if is_known or is_other else ())
 
     def load_again(self, adapter: int) -> None:

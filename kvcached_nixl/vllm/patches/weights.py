@@ -9,6 +9,7 @@ Sources: ``v1/engine/core.py``, ``v1/engine/async_llm.py`` (``update_weights`` a
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from kvcached_nixl.patching import Call, Patch
@@ -85,16 +86,22 @@ _CHANGING = frozenset(
 """vLLM's collective RPCs that change weights, even if their bytes stay the same."""
 _HARMLESS = frozenset(
     {
-        *("check_health", "get_cache_block_size_bytes", "get_encoder_timing_stats", "get_kv_cache_spec"),
-        *("get_model_inspection", "get_supported_tasks", "init_weight_transfer_engine", "list_loras"),
-        *("pin_lora", "profile", "reset_encoder_cache", "reset_mm_cache", "save_sharded_state"),
-        *("save_tensorized_model", "update_max_model_len", "vocab_size"),
+        *("annotate_profile", "check_health", "checkpoint_prepare", "compute_weight_checksums"),
+        *("get_cache_block_size_bytes", "get_compilation_match_table", "get_encoder_timing_stats"),
+        *("get_kv_cache_spec", "get_model_inspection", "get_simple_cpu_offload_num_cpu_blocks"),
+        *("get_supported_kv_cache_layouts", "get_supported_tasks", "init_weight_transfer_engine", "list_loras"),
+        *("pin_lora", "profile", "release_late_interaction_query_cache", "reset_encoder_cache", "reset_mm_cache"),
+        *("save_sharded_state", "save_tensorized_model", "shutdown_weight_transfer_engine", "sleep_mode_backend"),
+        *("supports_draft_weight_updates", "synchronize_device", "update_max_model_len", "vocab_size"),
     }
 )
 """Those that change no weight. Of any other call it is not known."""
 _LOOKING = frozenset({"list_loras", "pin_lora"})
 _DUE = "_kvcached_nixl_calls_to_look_at"
 _MISSED = "_kvcached_nixl_calls_not_looked_at"
+_RETRY_AT = "_kvcached_nixl_look_at_seconds"
+RETRY_SECONDS = 5.0
+"""Until a look at weights that has failed is repeated: workers need some memory for it, which others may have taken."""
 
 
 @Patch(ENGINE_CORE_BASE, "collective_rpc", "scheduler", "self method timeout args kwargs")
@@ -152,6 +159,7 @@ def identify_again(core: Any, method: object, *, has_failed: bool = False) -> No
         side.revocations.weights_doubted(has_changed=has_changed)
     called = vars(core).setdefault(_DUE, set())
     called |= vars(core).pop(_MISSED, set())
+    vars(core).pop(_RETRY_AT, None)
     if name is not None:
         called.add(f"{name} (failed)" if has_failed else name)
     # An engine in its client's own process has no loop that looks before each step.
@@ -165,7 +173,7 @@ def identify_if_due(core: Any) -> None:
     """Before a step, do what `identify_again` has left."""
     scheduler, executor = core.scheduler, core.model_executor
     # Sleeping weights cannot be read. They are read when everything is awake.
-    if _DUE not in vars(core) or executor.is_sleeping:
+    if _DUE not in vars(core) or executor.is_sleeping or time.monotonic() < vars(core).get(_RETRY_AT, 0.0):
         return
     called = vars(core).pop(_DUE)
     content: dict[Any, Any] = {}
@@ -176,11 +184,13 @@ def identify_if_due(core: Any) -> None:
             content.update(one or {})
         if content:
             scheduler.connector.set_xfer_handshake_metadata_pp_aware(content)
+        vars(core).pop(_RETRY_AT, None)
     except Exception:
-        logger.exception("The workers' weights cannot be identified. No KV is handed over until they can.")
-        vars(core)[_MISSED] = called
-        for side in sides(private(scheduler, "connector")):
-            side.side_channel.hide()
+        if _RETRY_AT not in vars(core):
+            logger.exception("The workers' weights cannot be identified. No KV is handed over until they can.")
+            for side in sides(private(scheduler, "connector")):
+                side.side_channel.hide()
+        vars(core)[_DUE], vars(core)[_RETRY_AT] = called, time.monotonic() + RETRY_SECONDS
 
 
 @Patch(ENGINE_CORE_BASE, "add_lora", "scheduler", "self lora_request")
