@@ -19,6 +19,7 @@ from support.nodes import PREFILL_FILLING, RESERVED, core_around, core_request, 
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
+from kvcached_nixl.vllm.patches import engine_blocks
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.handshake import Tensors, Weights
 
@@ -141,6 +142,16 @@ def test_embeddings_of_images_are_computed_again(make: Callable[..., Node], cont
     assert told == ["workers"] and encoders.num_free_slots == 64
     assert not any(encoders.check_and_update_cache(request, number) for number in range(2))
     encoders.free(request)
+
+
+def test_other_connectors_forget_what_they_keep(make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself: what is around them would tell NIXL's, too, and a tier that is copying."""
+    prefill, told = make(PREFILL_FILLING), []
+    other, around = (SimpleNamespace(reset_cache=lambda name=name: told.append(name)) for name in ("other", "around"))
+    around._connectors = [prefill.scheduler.connector, other]
+    monkeypatch.setattr(engine_blocks, "connectors", lambda _: [around, *around._connectors])
+    EngineBlocks(prefill.scheduler).outdate(lambda *_: True)
+    assert told == ["other"]
 
 
 def test_a_name_that_is_given_to_another_adapter_parts_those_that_wait_too(make: Callable[..., Node]) -> None:

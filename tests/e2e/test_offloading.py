@@ -2,9 +2,9 @@
 """A connector that keeps KV beside NixlConnector (``MultiConnector``), on real servers, both sides and both orders.
 
 Answers are those of a stock instance: handed over, handed over with a prompt that prefill has loaded, and loaded by
-decode alone. The connectors: vLLM's ExampleConnector, which saves while a prompt is computed; HostShelf
-(``tests/support/server_side``), which holds a finished request's blocks until they are saved; and, since vLLM 0.28,
-vLLM's OffloadingConnector, which copies blocks whose requests have ended meanwhile, between host memories.
+decode alone. The connectors: HostShelf (``tests/support/server_side``), which holds a finished request's blocks until
+they are saved; and, since vLLM 0.28, vLLM's OffloadingConnector, which copies blocks whose requests have ended
+meanwhile, between host memories.
 """
 
 from __future__ import annotations
@@ -47,10 +47,6 @@ def prompt(length: int) -> list[int]:
     return [3 + (7 * place + place * place + length) % 500 for place in range(length)]
 
 
-def example(folder: Path) -> Connector:
-    return {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
-
-
 def host_shelf(folder: Path) -> Connector:
     extra = {"folder": str(folder)}
     return {"kv_connector": "HostShelf", "kv_connector_module_path": "host_shelf", "kv_connector_extra_config": extra}
@@ -72,7 +68,6 @@ def offloading_at_once(folder: Path) -> Connector:
 
 def spec(name: str, **fields: Any) -> ServerSpec:
     model = models.make_model(models.ModelShape(max_positions=2 * LONGEST))
-    # ExampleConnector keeps prompts that are computed in one step only.
     sizes = {"block_size": BLOCK_SIZE, "max_model_len": LONGEST, "max_num_batched_tokens": LONGEST}
     return ServerSpec(name, model, "float32", forks=True, **sizes, **{"environment": KVCACHED, **fields})
 
@@ -177,14 +172,11 @@ class Route:
 
 
 def stored(folder: Path) -> bool:
-    """Whether every prompt is kept: ExampleConnector has a folder for each, with a file for each of the four layers."""
+    """Whether every prompt is kept."""
     num_blocks = sum(length // BLOCK_SIZE for length in LENGTHS)
     if (copied := folder / "stored").exists():
         return copied.stat().st_size == num_blocks
-    files = list(folder.rglob("*.safetensors"))
-    if files and files[0].parent != folder:
-        return len(files) == 4 * len(LENGTHS)
-    return len(files) == num_blocks
+    return len(list(folder.rglob("*.safetensors"))) == num_blocks
 
 
 def spoil(folder: Path) -> None:
@@ -195,10 +187,8 @@ def spoil(folder: Path) -> None:
 
 
 CASES = {
-    "pull, ExampleConnector second": ("pull", example, False),
     "pull, HostShelf first": ("pull", host_shelf, True),
     "push, HostShelf second": ("push", host_shelf, False),
-    "push, ExampleConnector first": ("push", example, True),
     "pull, OffloadingConnector first": ("pull", offloading, True),
     "push, OffloadingConnector second": ("push", offloading, False),
 }

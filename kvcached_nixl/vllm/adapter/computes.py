@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvcached_nixl.vllm.adapter.versions import found_version
 _VLLMS = frozenset({"vllm", "torch", *sys.stdlib_module_names})
 """Packages whose code is the same where vLLM is."""
 _BY_VERSION = frozenset({"transformers"})
+_EXTENDED = ("vllm.", "torch.nn.")
 
 
 def choices(model: Any) -> Iterator[str]:
@@ -33,9 +34,14 @@ def choices(model: Any) -> Iterator[str]:
             yield f"angles of {module.max_position_embeddings} positions, trained with {trained}"
 
 
-def own_code(model: Any) -> Iterator[str]:
-    """Checksums of the Python code that computes and is not vLLM's: a model's own, or a plugin's."""
-    waiting = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+def own_code(kinds: Iterable[type]) -> Iterator[str]:
+    """Checksums of the Python code that computes and is not vLLM's: a model's own, or a plugin's. ``kinds``: of what
+    the model consists of. Those count that extend a module of torch, or a class of vLLM (a quantization method)."""
+    waiting: set[str] = set()
+    for kind in kinds:
+        modules = {base.__module__ for base in kind.__mro__}
+        if any(name.startswith(_EXTENDED) for name in modules):
+            waiting |= modules
     packages = {name.partition(".")[0] for name in waiting} - _VLLMS
     yield from (f"{name} {found_version(name)}" for name in packages & _BY_VERSION)
     read: set[str] = set()

@@ -43,10 +43,6 @@ _NEEDS_A_GPU = (
     "copies with kernels that need a GPU, and was not run on one with kvcached. Nothing shows that it copies the right "
     "bytes."
 )
-_RESHAPES = (
-    "reshapes a layer's tensor. With kvcached's strides that may be a copy, so prompts would be computed with KV that "
-    "was never loaded."
-)
 _NOT_SHOWN = "was not shown to copy the right bytes of kvcached's memory."
 
 _OUTLIVES = (
@@ -54,7 +50,6 @@ _OUTLIVES = (
     "requests would get wrong tokens."
 )
 
-_SERVED_WITHOUT_LATENTS = "ExampleConnector"
 _TIER = "OffloadingConnector"
 _CPU_SPEC = "CPUOffloadingSpec"
 _MULTI = "MultiConnector"
@@ -69,13 +64,14 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "MooncakeStoreConnector": _REGISTERS,
         "MoRIIOConnector": _REGISTERS,
         "HF3FSKVConnector": _REGISTERS,
+        "ExampleConnector": _OUTLIVES,
         "DecodeBenchConnector": "fills blocks with random numbers. Answers would have no meaning.",
         "ExampleHiddenStatesConnector": _NOT_SHOWN,
         "FlexKVConnectorV1": _NOT_SHOWN,
         "HiSparseConnector": _NOT_SHOWN,
     }
 )
-JUDGED = frozenset({*_REFUSED, _SERVED_WITHOUT_LATENTS, *_NIXL})
+JUDGED = frozenset({*_REFUSED, *_NIXL})
 """Every connector that vLLM 0.26 to 0.33 registers. One that is not here is refused, too."""
 
 
@@ -105,7 +101,15 @@ def require_no_replacement(vllm_config: Any) -> None:
 
 def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
     """Raises SettingsError if one of an engine's connectors may copy bytes of other requests, or memory that is not
-    mapped."""
+    mapped, or load what other weights have computed."""
+    if (encoders := optional(vllm_config, "ec_transfer_config")) is not None:
+        raise SettingsError(
+            found=f"--ec-transfer-config with {optional(encoders, 'ec_connector')} beside the NIXL connector",
+            expected="embeddings of images, sounds, ... that this engine computes itself, or loads from its own cache",
+            consequence="Embeddings are found by the hash of an image alone: another model's, or those of weights of "
+            "before, would be used, and answers be wrong.",
+            remedy="Remove --ec-transfer-config, or unset ENABLE_KVCACHED.",
+        )
     for cls in classes:
         name = _own_name(cls)
         if name in _NIXL:
@@ -117,14 +121,9 @@ def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
         if is_tier(cls) and installed_has(HITS_DIVERGE):
             _require_spec(vllm_config)
             continue
-        if name == _SERVED_WITHOUT_LATENTS:
-            if not vllm_config.model_config.use_mla:
-                continue
-            why = _RESHAPES
         raise SettingsError(
             found=f"MultiConnector with {cls.__name__} beside the NIXL connector",
-            expected="vLLM's ExampleConnector, without multi-latent attention, its OffloadingConnector since vLLM "
-            f"0.28, or another package's connector that {TRUSTED} names",
+            expected=f"vLLM's OffloadingConnector since vLLM 0.28, or another package's connector that {TRUSTED} names",
             consequence=f"{name} {why}",
             remedy=f"Remove {cls.__name__} from --kv-transfer-config, or unset ENABLE_KVCACHED.",
         )
@@ -197,8 +196,9 @@ def _require_trusted(name: str, config: Any) -> None:
         found=f"{name} beside the NIXL connector, and {TRUSTED} {trusted!r}",
         expected="connectors of vLLM that were shown to be safe, or such as the operator has checked",
         consequence=f"This package does not know {name}. kvcached unmaps and replaces pages, so a connector has to "
-        "copy blocks only while their request holds them, to follow the strides of the tensors that it is given, and "
-        "to register no KV memory. Otherwise later requests would get wrong tokens.",
+        "copy blocks only while their request holds them, to follow the strides of the tensors that it is given, to "
+        "register no KV memory, and to find no KV of other weights, adapters or salts: when weights change, its "
+        "reset_cache() is called. Otherwise later requests would get wrong tokens.",
         remedy=f'If {name} does, add "{TRUSTED}": ["{name}"] to the kv_connector_extra_config of MultiConnector. '
         f"Otherwise remove {name}.",
     )

@@ -27,6 +27,16 @@ from kvcached_nixl.vllm.adapter.locate import LOADER_BASE
 from kvcached_nixl.vllm.adapter.specs import keeps_draft_kv
 from kvcached_nixl.wire.handshake import Weights
 
+_NOT_OF_MEDIA = frozenset(
+    {
+        *("language_model_only", "limit_per_prompt", "enable_mm_embeds", "skip_mm_profiling", "interleave_mm_strings"),
+        *("mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc"),
+        *("mm_ipc_gpu_memory_gb", "mm_encoder_only", "mm_encoder_tp_mode", "allow_missing_mm_embeddings"),
+        *("mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin"),
+    }
+)
+"""Options of vLLM's ``MultiModalConfig`` that change no embedding: limits, caches, and where encoders run. Files of
+scales are compared by content."""
 _HISTORY = "_kvcached_nixl_weights"
 _LOAD = "_kvcached_nixl_load"
 
@@ -191,8 +201,7 @@ def model_facts(config: Any) -> dict[str, object]:
         facts["quantization"] = f"{facts['quantization']} {checksum_of({'settings': settings})}"
     if private(model, "is_multimodal_model"):
         media = model.multimodal_config
-        names = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method", "media_io_kwargs")
-        chosen = {name: optional(media, name) for name in (*names, "mm_encoder_attn_dtype")}
+        chosen = {name: one for name, one in vars(media).items() if name not in _NOT_OF_MEDIA}
         if scales := optional(media, "mm_encoder_fp8_scale_path"):
             chosen["scales"] = hashlib.blake2b(Path(scales).read_bytes()).hexdigest()
         facts["media"] = f"{checksum_of(chosen)} {_processor(model) or '-'}"
@@ -222,7 +231,8 @@ def _computes_by(model: Any) -> frozenset[str]:
     built: files may be replaced, and with ``--max-model-len auto`` vLLM lowers the maximum afterwards."""
     history = _history(model)
     if history.computes is None:
-        history.computes = frozenset({*own_code(model), *choices(model)})
+        kinds = {type(one) for one in (*model.modules(), *(one for _, one in _objects_of(model)))}
+        history.computes = frozenset({*own_code(kinds), *choices(model)})
     return history.computes
 
 
@@ -294,7 +304,14 @@ def held_by(model: torch.nn.Module) -> dict[str, Held]:
     """
     found = {_named(name): Held(one, True) for name, one in model.named_parameters()}
     found |= {_named(name): Held(one, False) for name, one in model.named_buffers()}
-    seen = {id(one.tensor) for one in found.values()} | {id(module) for module in model.modules()}
+    known = {id(one.tensor) for one in found.values()}
+    others = ((path, one) for path, one in _objects_of(model) if isinstance(one, torch.Tensor) and id(one) not in known)
+    return found | {path: Held(one, False) for path, one in others}
+
+
+def _objects_of(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the modules of a model keep as plain attributes, and what that holds, each once, by the first path to it."""
+    seen = {id(module) for module in model.modules()}
     # Paths with the objects that are there, the next one last.
     waiting = [
         (f"{_named(name)}.{key}".lstrip("."), value)
@@ -310,14 +327,12 @@ def held_by(model: torch.nn.Module) -> dict[str, Held]:
             continue
         seen.add(id(value))
         try:
-            if isinstance(value, torch.Tensor):
-                found[path] = Held(value, False)
-            else:
+            if not isinstance(value, torch.Tensor):
                 waiting += [(f"{path}.{key}", one) for key, one in _parts(value)]
         except ReferenceError:
             # A weak proxy of what has gone.
             continue
-    return found
+        yield path, value
 
 
 def _named(name: str) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attributes import optional, owner_of, private, side_of, sides
+from kvcached_nixl.vllm.adapter.attributes import connectors, optional, owner_of, private, side_of, sides
+from kvcached_nixl.vllm.adapter.neighbours import is_tier
 from kvcached_nixl.vllm.adapter.queues import goes_by_priority, hold, queued, startable, waits_for_kv, wants_blocks
 from kvcached_nixl.vllm.adapter.requests import set_apart
 from kvcached_nixl.vllm.patches.naming import wants_of
@@ -337,6 +338,10 @@ class EngineBlocks:
         tier = tier_of(self._scheduler)
         for request_id in () if tier is None else tier.forget():
             self._load_again(request_id)
+        for one in connectors(private(self._scheduler, "connector")):
+            is_other = side_of(one) is None and optional(one, "_connectors") is None and not is_tier(type(one))
+            if is_other and one.reset_cache() is False:
+                logger.warning("%s has not forgotten the KV of the weights of before", type(one).__name__)
         # Nor do embeddings of images. Workers that are told with the next step keep what that computes again.
         owner, encoders = owner_of(self._scheduler), private(self._scheduler, "encoder_cache_manager")
         if owner is not None and (optional(encoders, "cached") or optional(encoders, "freed")):

@@ -301,7 +301,7 @@ READS = (
         f"{_CONFIG}.vllm",
         "VllmConfig",
         "cache_config model_config parallel_config scheduler_config speculative_config kv_transfer_config "
-        "lora_config observability_config shutdown_timeout use_v2_model_runner",
+        "ec_transfer_config lora_config observability_config shutdown_timeout use_v2_model_runner",
     ),
     _of(f"{_CONFIG}.observability", "ObservabilityConfig", "otlp_traces_endpoint"),
     _of(
@@ -314,9 +314,7 @@ READS = (
     _of(
         f"{_CONFIG}.multimodal",
         "MultiModalConfig",
-        "mm_processor_kwargs mm_processor_cache_type video_pruning_rate media_io_kwargs mm_encoder_attn_dtype "
-        "mm_encoder_fp8_scale_path",
-        video_pruning_method=">=0.27",
+        "mm_processor_cache_type video_pruning_rate mm_encoder_fp8_scale_path",
     ),
     _of(
         f"{_CONFIG}.model",

@@ -46,13 +46,13 @@ def multi(*names: str) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
 
 
-def vllm_config(*names: str, use_mla: bool = False, inner: bool = False, trusted: Any = None) -> Any:
+def vllm_config(*names: str, inner: bool = False, trusted: Any = None) -> Any:
     given = multi(*names)
     if inner:
         given["kv_connector_extra_config"] = {"connectors": [given.copy()]}
     if trusted is not None:
         given["kv_connector_extra_config"][TRUSTED] = trusted
-    return SimpleNamespace(kv_transfer_config=SimpleNamespace(**given), model_config=SimpleNamespace(use_mla=use_mla))
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(**given))
 
 
 def require_servable(config: Any) -> None:
@@ -66,7 +66,7 @@ def serves_tiers(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-REFUSED = sorted({*JUDGED} - {"ExampleConnector", "MultiConnector"} - {name for name in JUDGED if "Nixl" in name})
+REFUSED = sorted({*JUDGED} - {"MultiConnector"} - {name for name in JUDGED if "Nixl" in name})
 
 
 @pytest.mark.parametrize("inner", [False, True])
@@ -144,15 +144,14 @@ def test_a_tier_copies_full_attention_only(kinds: tuple[str, ...], monkeypatch: 
         require_one_group(config(*kinds))
 
 
-@pytest.mark.parametrize("use_mla", [False, True])
-def test_the_example_connector_is_served_where_it_indexes_blocks(use_mla: bool) -> None:
-    """Else it reshapes a layer's tensor, which is a copy where kvcached's blocks are not adjacent."""
-    config = vllm_config("ExampleConnector", use_mla=use_mla)
-    if not use_mla:
+def test_embeddings_of_an_encoder_s_connector_are_refused() -> None:
+    """It finds them by an image's hash: those of another model, or of weights of before."""
+    config = vllm_config()
+    config.ec_transfer_config = SimpleNamespace(ec_connector="ECExampleConnector")
+    with pytest.raises(SettingsError, match="--ec-transfer-config with ECExampleConnector"):
         require_servable(config)
-    else:
-        with pytest.raises(SettingsError, match="reshapes"):
-            require_servable(config)
+    config.ec_transfer_config = None
+    require_servable(config)
 
 
 @pytest.mark.parametrize("trusted", [None, [], ["Other"], "Mine", {"Mine": 1}], ids=str)

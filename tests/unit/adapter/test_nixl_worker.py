@@ -437,6 +437,18 @@ def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any], make_modu
     assert len(dict(plain.items() ^ other.items())) == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "is_fact"), [("mm_device_do_normalize", True), ("of_a_later_vllm", True), ("mm_processor_cache_gb", False)]
+)
+def test_every_option_of_media_is_a_fact_but_limits_and_caches(option: str, is_fact: bool) -> None:
+    """Decode's processor makes what prefill's encoder takes."""
+    one, other = (
+        dict(worker(is_multimodal_model=True, multimodal_config=SimpleNamespace(**{option: value})).facts)["media"]
+        for value in (True, False)
+    )
+    assert (one != other) is is_fact
+
+
 def test_drafts_that_compute_kv_are_a_fact() -> None:
     def drafting(**values: Any) -> dict[str, str]:
         draft = SimpleNamespace(hf_config=config_of(**values), dtype="bf16", model="d")

@@ -547,3 +547,21 @@ def test_code_that_computes_and_is_not_vllm_s_is_compared(
     assert code_of(models[0]) == found[0]
     assert code_of(type("Acme", (torch.nn.Linear,), {"__module__": package})(1, 1)) not in found
     assert not _computes_by(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("where", ["quant_method", "impl"])
+def test_code_of_a_plugin_s_quantization_or_attention_is_compared(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own layers hold it as a plain attribute (``register_quantization_config``, ``register_backend``)."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    base, found = type("QuantizeMethodBase", (), {"__module__": "vllm.base"}), []
+    for number, scale in enumerate(("1.0", "0.5", "1.0")):
+        name = f"acme_{where}_{number}"
+        (tmp_path / f"{name}.py").write_text(f"def apply(self, layer, x):\n    return x @ layer.weight.T * {scale}\n")
+        importlib.invalidate_caches()
+        method = type("Method", (base,), {"__module__": name, "apply": importlib.import_module(name).apply})
+        model = torch.nn.Linear(2, 2)
+        setattr(model, where, method())
+        found.append(code_of(model))
+    assert found[0] == found[2] != found[1]
