@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models of families whose layers keep KV in several ways, with random weights; nothing is downloaded.
 
-Their configurations are those of transformers, with a few small layers. The weights are drawn as those of `model`.
+Their configurations are those of transformers, with a few small layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import device
-from experiments.common.model import CACHE, FORMAT, ModelShape, made_once
+from experiments.common.model import make
 from experiments.common.servers import REPOSITORY, SERVER_SIDE, tag_of
 from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, installed_has
 
@@ -54,8 +54,6 @@ class Family:
     has_mamba2: bool = False
     fewest_tokens: int = 3
     imports_torchvision: bool = False
-    seed: int = 20260
-    deviation: float = 0.08
 
     @property
     def caches_prefixes(self) -> bool:
@@ -221,34 +219,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def make_family(name: str, *, cache: Path = CACHE) -> Path:
+def make_family(name: str) -> Path:
     """Return the folder of the model of ``FAMILIES[name]``; makes it if it does not exist."""
-    family = FAMILIES[name]
-    key = [FORMAT, family.config, family.architecture, dict(family.values), family.seed, family.deviation]
-    shape = ModelShape(vocabulary=family.values["vocab_size"], max_positions=family.values["max_position_embeddings"])
-    return made_once(cache, tag_of(name), key, lambda folder: _write(family, folder), shape)
-
-
-def _write(family: Family, folder: Path) -> None:
-    import torch
-    import transformers
-    from safetensors.torch import save_file
-
-    config = getattr(transformers, family.config)(**family.values)
-    config.architectures = [family.architecture]
-    torch.manual_seed(family.seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(family.seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * family.deviation)
-    weights = {name: parameter.detach() for name, parameter in model.state_dict().items()}
-    shared = family.values.get("num_kv_shared_layers", 0)
-    for layer in range(config.num_hidden_layers - shared, config.num_hidden_layers):
-        # In the files of Gemma 4, and wanted by vLLM; transformers' model does not have it where KV is shared.
-        is_full = config.layer_types[layer] == "full_attention"
-        size = family.values["global_head_dim" if is_full else "head_dim"]
-        weights[f"model.layers.{layer}.self_attn.k_norm.weight"] = torch.ones(size, dtype=torch.bfloat16)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-    config.save_pretrained(folder)
+    one = FAMILIES[name]
+    return make(tag_of(name), one.architecture, one.config, one.values)
