@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a question; its figures by setting and arm: medians, a table, and the targets of one arm beside another."""
+"""What does a hand-over cost? Each question compares arms, whose servers run at the same time and take turns.
+
+Targets: printed, each with its limit. The results have the question's name, and a plot may lie beside them.
+"""
 
 from __future__ import annotations
 

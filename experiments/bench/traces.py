@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the spans of a request account for its time to first token?"""
+"""Do the spans of a request account for its time to first token?
+
+A prefill and a decode server that asks it, and a collector of their spans: pull, push, and both staged through host
+memory. Decode's spans before the first token, and prefill's while decode asks, are added up. --only names arms. A
+whole run draws docs/trace.png.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes servers while clients ask, and counts what these get. Decode asks prefill; nginx is before decode."""
+"""What does it cost clients to restart, update or lose servers?
+
+Two prefill and two decode servers with vLLM 0.26.0 over kvcached, pull and push. Each decode server asks both prefill
+servers, and nginx is before decode. While clients ask, every server is restarted, then replaced by one with the other
+vLLM; ten processes beside the servers compute for a minute; and a prefill server is killed, then both, then a decode
+server. Nobody is told of any of this. Each answer is compared with one stock instance's.
+
+Targets: no wrong answer; none without an end; no error, unless a decode server is killed.
+"""
 
 from __future__ import annotations
 

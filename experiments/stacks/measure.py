@@ -1,6 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the stacks, each with one transfer mode: everything asked once, then engines are ended and brought back under
-load. Tables, and the targets."""
+"""Do other projects' stacks get right answers from a prefill and a decode server with kvcached, and errors when prefill
+dies?
+
+Starts one prefill and one decode engine in each stack's own way, with its own router, unchanged. Asks for completions
+and chats, streamed and not, and for calls of a tool, eight at a time, through the official OpenAI client. Every answer
+is compared with that of one stock instance, and vLLM's own counter says how many requests got their KV from prefill.
+Then prefill is killed under load, comes back, and as many other prompts are asked.
+Ray and Dynamo are run with vLLM 0.28.0. production-stack is on no package index: set PRODUCTION_STACK to a checkout.
+What else they need is installed on first use: up to 470 MB.
+
+Targets: for each stack and transfer mode:
+  every answer is that of one stock instance; KV is handed over for each request
+  no wrong answer and none without an end while prefill dies and comes back; errors are allowed, also on streams, but a
+  stream does not just break off
+  right answers again within 60 s of prefill's return.
+"""
 
 from __future__ import annotations
 
