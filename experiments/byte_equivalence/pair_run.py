@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.byte_equivalence.arms import Arm, Order
-from experiments.byte_equivalence.compare import Observation, largest_logprob_gap, match_records
+from experiments.byte_equivalence.compare import largest_logprob_gap, match_records
 from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt
 from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client, joined
 from experiments.common.servers import Server
@@ -89,7 +90,7 @@ class PairRun:
             await side.probe("arm")
         return await self.decodes[0].probe("geometry")
 
-    async def _observe(self, seen: Sequence[HandOver]) -> list[Observation]:
+    async def _observe(self, seen: Sequence[HandOver]) -> list[HandOver]:
         """Pair each answered hand-over with what both sides recorded of its blocks."""
         received: list[Mapping[str, Any]] = []
         for decode in self.decodes:
@@ -116,7 +117,7 @@ class PairRun:
         ways = {"asked": pair.asked, "P first": pair.hand_over, "D first": pair.decode_first}
         return await ways[self.order](list(prompt.token_ids), max_tokens=max_tokens, salt=salt, request_id=request_id)
 
-    async def sequential(self, prompts: Sequence[Prompt], run: str) -> list[Observation]:
+    async def sequential(self, prompts: Sequence[Prompt], run: str) -> list[HandOver]:
         seen = []
         for place, prompt in enumerate(prompts):
             self.progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
@@ -131,7 +132,7 @@ class PairRun:
         rounds: int,
         hold_blocks: int,
         settle: Callable[[], Awaitable[None]],
-    ) -> list[tuple[Prompt, Observation]]:
+    ) -> list[tuple[Prompt, HandOver]]:
         """Hand every prompt over once per round, shuffled, 32 at a time.
 
         With P first, D starts a round when P holds ``hold_blocks`` for it, so that P's demand does not depend on how
@@ -181,7 +182,7 @@ class PairRun:
 
         return list(await asyncio.gather(*(one(place, prompt) for place, prompt in enumerate(prompts))))
 
-    async def planted(self, corruption: Corruption, prompt: Prompt, run: str) -> Observation:
+    async def planted(self, corruption: Corruption, prompt: Prompt, run: str) -> HandOver:
         """Hand ``prompt`` over with ``corruption`` planted in the blocks that D receives."""
         if corruption.kept_tokens:
             earlier = Prompt(f"{prompt.name} kept", prompt.token_ids[: corruption.kept_tokens])
@@ -248,20 +249,8 @@ class _Sent:
         ]
 
 
-async def answers_alone(server: Server, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Answer]:
-    answers = []
-    async with http_client(1) as http:
-        client = Client(server.base_url, http)
-        for place, one in enumerate(prompts):
-            progress(f"{run}: {place + 1} of {len(prompts)}, {one.name}")
-            names = {"salt": one.salt(run), "request_id": f"{run}-{place}"}
-            answers.append(await client.answer(list(one.token_ids), max_tokens=MAX_TOKENS, **names))
-    return answers
-
-
-async def with_pairs(
-    arm: Arm, servers: Sequence[Server], progress: Progress, work: Callable[[PairRun], Awaitable[None]]
-) -> None:
+@contextlib.asynccontextmanager
+async def paired(arm: Arm, servers: Sequence[Server], progress: Progress) -> AsyncIterator[PairRun]:
     async with http_client(CONCURRENCY) as http:
         clients = [Client(one.base_url, http) for one in servers]
         pairs = [
@@ -269,4 +258,4 @@ async def with_pairs(
             for server, source in zip(servers[: arm.servers], clients, strict=False)
             for target in clients[arm.servers :]
         ]
-        await work(PairRun(*pairs, progress=progress, writes=arm.writes, order=arm.orders[0]))
+        yield PairRun(*pairs, progress=progress, writes=arm.writes, order=arm.orders[0])
