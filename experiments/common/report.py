@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import psutil
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -120,16 +121,11 @@ def versions() -> dict[str, str | None]:
 
 
 def hardware() -> dict[str, Any]:
-    model = ""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
-        model = next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    model = re.search(r"(?m)^model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
-        "processor": model or platform.processor(),
+        "processor": model[1] if model else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory_bytes / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
 
@@ -137,18 +133,12 @@ def hardware() -> dict[str, Any]:
 def commit() -> str | None:
     """Return the commit of the working tree, with ``+changes`` if files differ from it; None outside a repository, or
     without git."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    found = subprocess.run(
-        [git, "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty=+changes"],
-        # An unpacked archive may lie in another project's repository.
-        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(REPOSITORY.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or None if found.returncode == 0 else None
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty=+changes"]
+    # An unpacked archive may lie in another project's repository.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(REPOSITORY.parent)}
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(command, env=environment, stderr=subprocess.DEVNULL, text=True).strip() or None
+    return None
 
 
 def stdout_console() -> Console:
