@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray Serve LLM: replicas of a prefill and of a decode deployment, which Ray starts, names and restarts itself."""
+"""Ray Serve LLM: replicas of a prefill and of a decode deployment, which Ray starts, names and restarts itself.
+
+``python -m experiments.stacks.ray_serve CONFIG`` is the process that runs it, until SIGTERM or until its parent ends.
+CONFIG is a JSON file: ``port``, ``metrics_port``, ``status``, and the arguments of ``build_pd_openai_app`` as ``app``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,6 +41,7 @@ from experiments.stacks.routers import STOP_SECONDS, running_router
 START_SECONDS, RESTART_SECONDS = 400.0, 180.0
 HAND_OVERS = "ray_vllm_nixl_xfer_time_seconds_count"
 """vLLM's counter as Ray exports it."""
+LOOKED_SECONDS = 0.2
 TITLE = "ray::ServeReplica:default:{deployment}"
 
 
@@ -119,7 +125,7 @@ def ray_serve(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Ray
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [sys.executable, str(Path(__file__).with_name("ray_app.py")), str(config)]
+    command = [sys.executable, "-m", "experiments.stacks.ray_serve", str(config)]
     log = logs / "stack.log"
     with running_router(
         command, log, lambda: bool(status.read_text()), "its replicas to run", environ, START_SECONDS
@@ -177,3 +183,41 @@ def as_keywords(arguments: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             found[name] = value
     return found
+
+
+def serve_app(config: dict[str, object], ends: threading.Event) -> None:
+    """Run the app. Whenever that changes, add a line to the file ``status``: how many replicas each deployment has."""
+    import ray
+    from ray import serve
+    from ray.serve.llm import build_pd_openai_app
+
+    # Actors are placed by what they ask for, not by what they use.
+    ray.init(
+        "local",
+        num_cpus=32,
+        include_dashboard=False,
+        object_store_memory=200_000_000,
+        _metrics_export_port=config["metrics_port"],
+        # Its default is 10 s: counters would be read too early.
+        _system_config={"metrics_report_interval_ms": 500},
+        _node_ip_address=HOST,
+    )
+    serve.start(http_options={"host": HOST, "port": config["port"]}, proxy_location="HeadOnly")
+    serve.run(build_pd_openai_app(config["app"]), blocking=False)
+    before, parent = None, os.getppid()
+    with Path(str(config["status"])).open("a") as status:
+        while os.getppid() == parent and not ends.wait(LOOKED_SECONDS):
+            (application,) = serve.status().applications.values()
+            found = {name: one.replica_states.get("RUNNING", 0) for name, one in application.deployments.items()}
+            if found != before:
+                before = found
+                status.write(json.dumps(found) + "\n")
+                status.flush()
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    serve_app(json.loads(Path(sys.argv[1]).read_text()), ended)
