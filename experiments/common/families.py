@@ -79,36 +79,38 @@ _SMALL: Mapping[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
+_LAYERS = {"w": "sliding_attention", "f": "full_attention", "s": "linear_attention", "m": "mlp"}
 
 
-def _gemma4(pattern: str, *, block_size: int | None = 32, **values: Any) -> Family:
-    """``pattern``: a letter per layer, s for a sliding window of 128 tokens, f for full attention."""
-    kinds = {"s": "sliding_attention", "f": "full_attention"}
-    config = {
-        **_SMALL,
-        "num_hidden_layers": len(pattern),
-        "layer_types": [kinds[letter] for letter in pattern],
-        "sliding_window": 128,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "global_head_dim": 128,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 512,
-        **values,
-    }
-    return Family("Gemma4TextConfig", "Gemma4ForCausalLM", config, block_size, fewest_tokens=2)
+def _family(config: str, architecture: str, pattern: str, values: Mapping[str, Any], **more: Any) -> Family:
+    """``pattern``: a letter per layer, w for a sliding window, f for full attention, s for a state, m for a layer that
+    keeps nothing."""
+    name = "layers_block_type" if config == "NemotronHConfig" else "layer_types"
+    layers = {"num_hidden_layers": len(pattern), name: [_LAYERS[letter] for letter in pattern]}
+    return Family(config, architecture, {**_SMALL, **layers, **values}, **more)
 
 
-_LAYERS = {"s": "linear_attention", "f": "full_attention", "m": "mlp"}
+def _gemma4(pattern: str, *, block_size: int = 32, **values: Any) -> Family:
+    widths = {"head_dim": 64, "global_head_dim": 128, "hidden_size_per_layer_input": 0}
+    config = {"sliding_window": 128, "vocab_size_per_layer_input": 512, **widths, **values}
+    more = {"block_size": block_size, "fewest_tokens": 2}
+    return _family("Gemma4TextConfig", "Gemma4ForCausalLM", pattern, config, **more)
+
+
+_GEMMA3: Mapping[str, Any] = {
+    "sliding_window": 128,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+}
 _QWEN: Mapping[str, Any] = {
-    **_SMALL,
-    "num_key_value_heads": 2,
     "head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -117,8 +119,6 @@ _QWEN: Mapping[str, Any] = {
 }
 """The gated delta net's kernels want heads of at least 64 on a CPU."""
 _NEMOTRON: Mapping[str, Any] = {
-    **_SMALL,
-    "num_key_value_heads": 2,
     "head_dim": 64,
     "mamba_num_heads": 4,
     "mamba_head_dim": 64,
@@ -126,60 +126,37 @@ _NEMOTRON: Mapping[str, Any] = {
     "n_groups": 2,
 }
 _MAMBA2: Mapping[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 64}
-_GATED_DELTA_NET: Mapping[str, Any] = {"dtype": "bfloat16", "has_delta_net": True}
-
-
-def _hybrid(config: str, architecture: str, pattern: str, values: Mapping[str, Any], **more: Any) -> Family:
-    """``pattern``: a letter per layer, s for a state, f for full attention, m for a layer that keeps nothing."""
-    kinds = [_LAYERS[letter] for letter in pattern]
-    name = "layers_block_type" if config == "NemotronHConfig" else "layer_types"
-    return Family(config, architecture, {"num_hidden_layers": len(pattern), name: kinds, **values}, None, **more)
-
+_HAS_MAMBA2: Mapping[str, Any] = {"block_size": None, "has_mamba2": True}
+_GATED_DELTA_NET: Mapping[str, Any] = {"block_size": None, "dtype": "bfloat16", "has_delta_net": True}
 
 FAMILIES: Mapping[str, Family] = {
-    "gemma3 one head": Family(
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {
-            **_SMALL,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "sliding_window": 128,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "query_pre_attn_scalar": 64,
-        },
-        fewest_tokens=2,
-    ),
-    "gemma4 one head": _gemma4("sfsf", num_key_value_heads=1),
-    "gemma4": _gemma4("sfsf"),
-    "gemma4 5:1": _gemma4("sssssf"),
+    "gemma3 one head": _family("Gemma3TextConfig", "Gemma3ForCausalLM", "wfwf", _GEMMA3, fewest_tokens=2),
+    "gemma4 one head": _gemma4("wfwf", num_key_value_heads=1),
+    "gemma4": _gemma4("wfwf"),
+    "gemma4 5:1": _gemma4("wwwwwf"),
     "gemma4 K=V": _gemma4(
-        "sfsf", block_size=64, num_key_value_heads=4, attention_k_eq_v=True, num_global_key_value_heads=1
+        "wfwf", block_size=64, num_key_value_heads=4, attention_k_eq_v=True, num_global_key_value_heads=1
     ),
-    "gemma4 shared": _gemma4("sfsfsf", num_kv_shared_layers=2),
-    "nemotron-h": _hybrid("NemotronHConfig", "NemotronHForCausalLM", "smfsf", _NEMOTRON, has_mamba2=True),
-    "granite4-h": _hybrid(
+    "gemma4 shared": _gemma4("wfwfwf", num_kv_shared_layers=2),
+    "nemotron-h": _family("NemotronHConfig", "NemotronHForCausalLM", "smfsf", _NEMOTRON, **_HAS_MAMBA2),
+    "granite4-h": _family(
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
         "sssf",
         {
-            **_SMALL,
             **_MAMBA2,
-            "num_key_value_heads": 2,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "shared_intermediate_size": 256,
             "position_embedding_type": "rope",
         },
-        has_mamba2=True,
+        **_HAS_MAMBA2,
     ),
     "falcon-h1": Family(
         "FalconH1Config",
         "FalconH1ForCausalLM",
-        {**_SMALL, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 256, **_MAMBA2},
-        None,
-        has_mamba2=True,
+        {**_SMALL, "num_hidden_layers": 3, "head_dim": 64, "mamba_d_ssm": 256, **_MAMBA2},
+        **_HAS_MAMBA2,
     ),
     "zamba2": Family(
         "Zamba2Config",
@@ -196,13 +173,12 @@ FAMILIES: Mapping[str, Family] = {
             "mamba_d_state": 64,
             "mamba_ngroups": 1,
         },
-        None,
-        has_mamba2=True,
+        **_HAS_MAMBA2,
     ),
-    "qwen3.5": _hybrid(
-        "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN, **_GATED_DELTA_NET, imports_torchvision=True
+    "qwen3.5": _family(
+        "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN, imports_torchvision=True, **_GATED_DELTA_NET
     ),
-    "qwen3-next": _hybrid(
+    "qwen3-next": _family(
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         "sssf",
