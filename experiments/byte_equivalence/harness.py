@@ -35,6 +35,7 @@ from experiments.byte_equivalence.subjects import (
     Subject,
     groups_of,
     is_alone,
+    may_be_cached,
 )
 from experiments.common.client import Answer, AnswerError, HandOver, answers_of
 from experiments.common.pages import PageCount, PageWatch
@@ -287,8 +288,10 @@ class _Checks:
         differences: list[Difference] = []
         for (prompt, observed), earlier in zip(seen, before, strict=True):
             fewest = self.subject.fewest_received(prompt, earlier, self.groups)
-            may_be_absent = self.run.may_be_computed(fewest) or self.subject.may_be_cached(prompt, self.groups)
-            if observed.record is not None or not may_be_absent:
+            # D may compute what lacks one block at most without asking P.
+            may_be_computed = self.run.order == "asked" and fewest <= 1
+            has_all = self.subject.is_family and may_be_cached(prompt, self.groups)
+            if observed.record is not None or not (may_be_computed or has_all):
                 expected = self.subject.expected(prompt, earlier, self.groups)
                 if self.run.order == "asked" and prompt.family:
                     # P may offer what it has cached of the common beginning, and D computes the rest.

@@ -98,17 +98,24 @@ class PairRun:
             if pending := [one for rank in taken for one in rank["pending"]]:
                 raise AnswerError(f"found transfers unfinished on D after every answer: {pending}; expected none.")
             received += of_all_ranks([rank["records"] for rank in taken])
-        sent = [_Sent(prefill) for prefill in self.prefills]
+        # Of each P and rank. Ranks report at different times, so records are kept until all have one.
+        sent: list[list[list[dict[str, Any]]]] = [[] for _ in self.prefills]
+
+        def of_all() -> list[dict[str, Any]]:
+            return [one for ranks in sent for one in of_all_ranks(ranks)]
+
         awaited = {one.transfer for one in seen} if self.writes else set()
         if self.order == "asked":
             awaited = {str(one["transfer"]) for one in received}
         deadline = time.monotonic() + SENT_SECONDS
         if awaited and not self.writes:
             await self._step_prefill("sent")
-        while awaited - {one["transfer"] for side in sent for one in side.found} and time.monotonic() < deadline:
-            for side in sent:
-                await side.look()
-        return match_records(seen, received, [one for side in sent for one in side.found])
+        while awaited - {one["transfer"] for one in of_all()} and time.monotonic() < deadline:
+            for place, prefill in enumerate(self.prefills):
+                taken = await prefill.probe_ranks("take")
+                known = sent[place] or [[] for _ in taken]
+                sent[place] = [[*before, *rank["sent"]] for before, rank in zip(known, taken, strict=True)]
+        return match_records(seen, received, of_all())
 
     async def _one(
         self, prompt: Prompt, salt: str, request_id: str, *, place: int = 0, max_tokens: int = MAX_TOKENS
@@ -149,10 +156,6 @@ class PairRun:
                 await self._step_prefill(f"{run}-{number}-step")
             await settle()
         return list(zip(shuffled, await self._observe(seen), strict=True))
-
-    def may_be_computed(self, fewest_received: int) -> bool:
-        """Whether D may compute a prompt of which it lacks so many blocks, without asking P."""
-        return self.order == "asked" and fewest_received <= 1
 
     async def _step_prefill(self, name: str) -> None:
         """Make P take two steps: an idle engine reads no notifications, so it keeps what D has read until it steps."""
@@ -229,24 +232,6 @@ def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, 
         for one in first
         if all(one["transfer"] in rank for rank in known)
     ]
-
-
-class _Sent:
-    """What one P has sent. Its ranks report at different times, so records are kept until all ranks have one."""
-
-    def __init__(self, prefill: Client) -> None:
-        self._prefill = prefill
-        self._of_rank: list[list[dict[str, Any]]] = []
-
-    @property
-    def found(self) -> list[dict[str, Any]]:
-        return of_all_ranks(self._of_rank)
-
-    async def look(self) -> None:
-        taken = await self._prefill.probe_ranks("take")
-        self._of_rank = [
-            [*known, *rank["sent"]] for known, rank in zip(self._of_rank or [[] for _ in taken], taken, strict=True)
-        ]
 
 
 @contextlib.asynccontextmanager
