@@ -128,7 +128,7 @@ def _as_json(one: Outcome) -> dict[str, Any]:
 
 def _outcome(arm: Arm, options: argparse.Namespace, run: Run) -> Outcome:
     async def put_through_it(running: Running) -> Outcome:
-        traffic = Traffic(running.servers, arm.mode, prompts(12))
+        traffic = Traffic(running.servers, prompts(12))
         await traffic.learn(other=arm.kvcached)
         chaos = Chaos(running, traffic, arm, run.update)
         await chaos.run(1 if options.quick else options.rounds, LEAST_REQUESTS)
