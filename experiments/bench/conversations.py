@@ -18,10 +18,9 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -97,8 +96,8 @@ class Arm:
 class Peers(Running):
     """Servers that each ask all the others."""
 
-    def __init__(self, specs: list[ServerSpec], logs: Path, on_wait: Callable[[str], None] | None = None) -> None:
-        super().__init__(specs, logs, on_wait)
+    def __init__(self, specs: list[ServerSpec], *more: Any) -> None:
+        super().__init__(specs, *more)
         found = free_ports(2 * len(specs))
         self.ports = list(zip(found[::2], found[1::2], strict=True))
 

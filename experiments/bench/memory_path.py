@@ -193,9 +193,10 @@ def measure_pages(run: Run, pages: Samples, loaded: Samples, arm: Arm) -> None:
     run.say(f"{arm.name}: measured")
 
 
+@dataclasses.dataclass(frozen=True)
 class _Watched:
-    def __init__(self, router: Router, watch: PageWatch) -> None:
-        self.router, self.watch = router, watch
+    router: Router
+    watch: PageWatch
 
     async def one(self, length: int) -> dict[str, float]:
         """Hand one prompt over without other load; return the seconds from the end of prefill's last step until its

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import psutil
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 
 from experiments.common.servers import REPOSITORY, ServerError
@@ -51,16 +50,14 @@ class Run:
         self._console = Console(stderr=True, highlight=False)
         self._started = time.monotonic()
         self._last_plain = 0.0
-        self._status: Status | None = None
+        self._status = self._console.status(self.title)
         self.say(self.title)
 
     def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        self._status.stop()
 
     @property
     def seconds(self) -> float:
@@ -72,9 +69,7 @@ class Run:
     def update(self, text: str) -> None:
         """Show the current activity; the next update replaces it."""
         if self._console.is_terminal:
-            if self._status is None:
-                self._status = self._console.status(text)
-                self._status.start()
+            self._status.start()
             self._status.update(text)
         elif self.seconds - self._last_plain >= PLAIN_PROGRESS_SECONDS:
             self._last_plain = self.seconds
@@ -158,11 +153,12 @@ _NUMBER = re.compile(r"[-+(]?\d|-?\Z")
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table. Columns whose every cell begins with a number, or is empty, are justified to the right."""
+    """Return a table. Columns whose every cell begins with a number, or is empty, are justified to the right. Rows may
+    be shorter."""
     made = list(rows)
     table = Table(title=title)
     for place, column in enumerate(columns):
-        is_number = all(_NUMBER.match(row[place]) for row in made)
+        is_number = all(_NUMBER.match(cell) for row in made for cell in row[place : place + 1])
         table.add_column(column, justify="right" if is_number else "left")
     for row in made:
         table.add_row(*row)

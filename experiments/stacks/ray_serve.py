@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +46,22 @@ LOOKED_SECONDS = 0.2
 TITLE = "ray::ServeReplica:default:{deployment}"
 
 
+@dataclass
 class RayServe:
-    """Has what `deployment.Servers` has."""
+    """Has what `routers.Servers` has."""
 
-    def __init__(
-        self, process: psutil.Process, url: str, metrics_port: int, status: Path, roles: Sequence[str]
-    ) -> None:
-        self.url = url
-        self.engines: Sequence[str] = [
-            f"{role}-{number}" for role, count in Counter(roles).items() for number in range(count)
-        ]
-        self._process, self._metrics_port, self._status = process, metrics_port, status
-        self._lines_before_kill = 0
+    process: psutil.Process
+    url: str
+    metrics: str
+    status: Path
+    engines: Sequence[str]
+    lines_before_kill: int = 0
 
     def hand_overs(self) -> Counters:
-        return counters([f"http://{HOST}:{self._metrics_port}/metrics"], HAND_OVERS)
+        return counters([self.metrics], HAND_OVERS)
 
     def kill(self, engine: str) -> None:
-        self._lines_before_kill = len(self._found())
+        self.lines_before_kill = len(self._found())
         replica = self._replicas(engine)[0]
         for one in [replica, *replica.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -75,7 +74,7 @@ class RayServe:
         deployment, deadline = _deployment(engine), time.monotonic() + RESTART_SECONDS
         wanted = sum(_deployment(one) == deployment for one in self.engines)
         while True:
-            counts = [line[deployment] for line in self._found()[self._lines_before_kill :]]
+            counts = [line[deployment] for line in self._found()[self.lines_before_kill :]]
             if counts and counts[-1] == wanted:
                 return
             if time.monotonic() > deadline:
@@ -86,12 +85,12 @@ class RayServe:
             time.sleep(0.1)
 
     def _found(self) -> list[dict[str, int]]:
-        return [json.loads(line) for line in self._status.read_text().splitlines()]
+        return [json.loads(line) for line in self.status.read_text().splitlines()]
 
     def _replicas(self, engine: str) -> list[psutil.Process]:
         title = TITLE.format(deployment=_deployment(engine))
         found = []
-        for one in self._process.children(recursive=True):
+        for one in self.process.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "".join(one.cmdline()[:1]).startswith(title):
                     found.append(one)
@@ -132,7 +131,8 @@ def ray_serve(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Ray
     ) as process:
         root = psutil.Process(process.pid)
         try:
-            yield RayServe(root, f"http://{HOST}:{port}", metrics_port, status, roles)
+            engines = [f"{role}-{number}" for role, count in counts.items() for number in range(count)]
+            yield RayServe(root, f"http://{HOST}:{port}", f"http://{HOST}:{metrics_port}/metrics", status, engines)
         finally:
             # Ray's daemons are in sessions of their own.
             all_of_it = root.children(recursive=True)
