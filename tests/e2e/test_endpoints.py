@@ -68,7 +68,8 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         Running([serving("alone", None)], logs) as alone,
         Asking([serving(name, request.param) for name in ("prefill", "decode")], logs) as asked,
     ):
-        yield Servers(*asked.ready(), alone.ready()[0])
+        prefill, decode = asked.ready()
+        yield Servers(prefill, decode, alone.ready()[0])
 
 
 def client() -> httpx.AsyncClient:
