@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a first token later when decode asks prefill than when a router asks both?"""
+"""Is a first token later when decode asks prefill than when a router does?
+
+The same servers and requests in turn: to decode, which asks prefill; and as a router sends them, to prefill and with
+its answer to decode (pull), or to both at once (push). --only names the transfer mode; --rounds is 20.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does vLLM's own load generator, ``vllm bench serve``, measure with prefill/decode?"""
+"""What does vLLM's own load generator measure with prefill/decode, beside stock prefill/decode?
+
+`vllm bench serve` with random prompts, against one prefill and one decode server, pull and push: decode that asks
+prefill; the same behind vllm-router; vLLM's own connectors without kvcached, behind vllm-router; and one instance
+with as many threads as both servers together. --only names transfer modes; --rounds is 3.
+"""
 
 from __future__ import annotations
 

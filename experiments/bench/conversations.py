@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How late is the first token of a conversation's further turns, when its KV is here, elsewhere, or asked for again?
+"""How late are first tokens of further turns, where KV is kept, is on another server, or is asked for again?
+
+8 conversations of 6 turns, with time to think. One stock instance, which keeps all of it (stock); decode that keeps
+it (home); three servers that ask each other, each turn on another one (other); decode that asks prefill for whatever
+is missing (asks); and stock P/D behind vLLM's proxy. --only names arms; --rounds is 3.
 
 All arms get the same prompts. The stock instance's answers are the right ones: what is sent in a turn has those to the
 earlier turns, so a wrong answer does not spread.
@@ -14,10 +18,9 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -93,8 +96,8 @@ class Arm:
 class Peers(Running):
     """Servers that each ask all the others."""
 
-    def __init__(self, specs: list[ServerSpec], logs: Path, on_wait: Callable[[str], None] | None = None) -> None:
-        super().__init__(specs, logs, on_wait)
+    def __init__(self, specs: list[ServerSpec], *more: Any) -> None:
+        super().__init__(specs, *more)
         found = free_ports(2 * len(specs))
         self.ports = list(zip(found[::2], found[1::2], strict=True))
 

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does staging cost, and how much memory does it free sooner?"""
+"""What does staging cost, and how much memory does it free sooner? The direct path, and a slab in host memory:
+
+memory       a server's resident memory besides kvcached's pages, with 1, 8 and 60 GiB reserved
+first-token  time to first token over TCP and shared memory; also for a pull whose every hand-over is verified
+pages        how long prefill's blocks stay in use after its last step, and their pages mapped; and how much of its
+             pool is mapped under load, when decode gets a request half a second after prefill's answer
+--only names parts.
+"""
 
 from __future__ import annotations
 
@@ -186,9 +193,10 @@ def measure_pages(run: Run, pages: Samples, loaded: Samples, arm: Arm) -> None:
     run.say(f"{arm.name}: measured")
 
 
+@dataclasses.dataclass(frozen=True)
 class _Watched:
-    def __init__(self, router: Router, watch: PageWatch) -> None:
-        self.router, self.watch = router, watch
+    router: Router
+    watch: PageWatch
 
     async def one(self, length: int) -> dict[str, float]:
         """Hand one prompt over without other load; return the seconds from the end of prefill's last step until its

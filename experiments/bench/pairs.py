@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
@@ -22,9 +20,8 @@ import httpx
 from experiments.bench.samples import Run, Samples
 from experiments.common.client import AnswerError, Client, http_client, offered_blocks
 from experiments.common.device import nixl, with_extra
-from experiments.common.servers import REPOSITORY, SERVER_SIDE, Asking, Running, Server, ServerSpec, prefill_and_decode
+from experiments.common.servers import Asking, Running, Server, ServerSpec, prefill_and_decode
 
-PROBE = Path(__file__).resolve().parent / "server_side"
 KVCACHED: Mapping[str, str] = {"ENABLE_KVCACHED": "true", "KVCACHED_CONTIGUOUS_LAYOUT": "true"}
 APART: Mapping[str, str] = {**KVCACHED, "KVCACHED_CONTIGUOUS_LAYOUT": "false"}
 """kvcached's non-contiguous layout."""
@@ -59,14 +56,11 @@ class Arm:
 
 
 def pair_specs(arm: Arm, place: str, environment: Mapping[str, str], **more: Any) -> list[ServerSpec]:
-    """Return the configurations of P and D of an arm, with the probe; ``place`` makes their names different."""
-    search = os.pathsep.join(map(str, (SERVER_SIDE, PROBE, REPOSITORY)))
-    arguments = ("--worker-extension-cls", "bench_probe.BenchProbe", *more.pop("arguments", ()))
+    """Return the configurations of P and D of an arm; ``place`` makes their names different."""
     config = {**nixl("", arm.extra), "kv_connector": arm.connector}
     if arm.takes_both:
         config = with_extra(config, {"accept_kv_transfer_params": True})
-    made = {"PYTHONPATH": search, **environment, **arm.environment}
-    return prefill_and_decode(f"{arm.name}-{place}", config, environment=made, arguments=arguments, **more)
+    return prefill_and_decode(f"{arm.name}-{place}", config, environment={**environment, **arm.environment}, **more)
 
 
 def in_turn(items: Sequence[One], turn: int) -> Sequence[One]:

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a question; its figures by setting and arm: medians, a table, and the targets of one arm beside another."""
+"""What does a hand-over cost? Each question compares arms, whose servers run at the same time and take turns.
+
+Targets: printed, each with its limit. The results have the question's name, and a plot may lie beside them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 from rich.table import Table
 
 from experiments.common import report
@@ -100,15 +105,10 @@ class Samples:
 
     def table(self, title: str, columns: Sequence[Column]) -> Table:
         headings = [form.format("").strip() for form in self.forms]
-        found = [
-            (setting, arm, self.figures[setting, arm])
-            for setting in self.settings
-            for arm in self.arms
-            if (setting, arm) in self.figures
-        ]
         rows = [
-            [*map(str, setting), arm, *(column.cell(figures.get(column.figure, [])) for column in columns)]
-            for setting, arm, figures in found
+            [*map(str, setting), arm, *(column.cell(self.values(setting, arm, column.figure)) for column in columns)]
+            for setting, arm in itertools.product(self.settings, self.arms)
+            if (setting, arm) in self.figures
         ]
         return make_table(title, [*headings, "arm", *(column.heading for column in columns)], rows)
 
@@ -155,9 +155,4 @@ class Samples:
 
 def percentile(hundredths: int) -> Statistic:
     """Return a statistic: the smallest value that at least ``hundredths`` percent of the values do not exceed."""
-
-    def of(values: Sequence[float]) -> float:
-        ordered = sorted(values)
-        return ordered[max(0, -(-hundredths * len(ordered) // 100) - 1)]
-
-    return of
+    return lambda values: float(numpy.percentile(values, hundredths, method="inverted_cdf"))

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the spans of a request account for its time to first token?"""
+"""Do the spans of a request account for its time to first token?
+
+A prefill and a decode server that asks it, and a collector of their spans: pull, push, and both staged through host
+memory. Decode's spans before the first token, and prefill's while decode asks, are added up. --only names arms. A
+whole run draws docs/trace.png.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import random
 import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,18 +91,17 @@ _ALWAYS |= {f"decode_{state}" for state in _OF_DECODE}
 
 def answer(run_: Run) -> Answer:
     found: list[tuple[Arm, list[Traced]]] = []
-    count = QUICK_REQUESTS if run_.quick else REQUESTS
-    for arm in ARMS:
-        if run_.only in arm.name:
-            logs = run_.logs / arm.name.replace(", ", "-")
-            found.append((arm, run(arm, count, PROMPT_TOKENS, logs, run_.update)))
-            run_.say(f"{arm.name}: {count} requests")
-    samples = Samples(("{}", "{}"))
-    for arm, traced in found:
+    count, samples = QUICK_REQUESTS if run_.quick else REQUESTS, Samples(("{}", "{}"))
+    for arm in (one for one in ARMS if run_.only in one.name):
+        traced = run(arm, count, PROMPT_TOKENS, run_.logs / arm.name.replace(", ", "-"), run_.update)
+        run_.say(f"{arm.name}: {count} requests")
+        found.append((arm, traced))
         for one in traced:
-            for process, name in dict.fromkeys((span.process, span.name) for span in one.leaves):
-                spent = sum(span.seconds for span in one.leaves if (span.process, span.name) == (process, name))
-                samples.add((process, name), arm.name, seconds=spent)
+            spent: dict[tuple[str, str], float] = defaultdict(float)
+            for span in one.leaves:
+                spent[span.process, span.name] += span.seconds
+            for state, seconds in spent.items():
+                samples.add(state, arm.name, seconds=seconds)
             samples.add(("client", "time to first token"), arm.name, seconds=one.first_token_seconds, share=one.share)
     table = samples.table("median milliseconds before the first token", [Column("ms", "seconds", digits=2)])
     verdicts = [verdict for arm, traced in found for verdict in judge(arm, traced)]
@@ -122,7 +127,7 @@ def run(arm: Arm, count: int, prompt_tokens: int, logs: Path, say: Callable[[str
     with Collector() as collector, Asking(specs(arm, collector.endpoint), logs, say) as launched:
         _, decode = launched.ready()
         asked = [ask(decode.base_url, prompt_tokens) for _ in range(count + 2)]
-        return [Traced(trace_id, collector.of_trace(trace_id, is_whole), seconds) for trace_id, seconds in asked[2:]]
+        return [Traced(trace_id, collector.of_trace(trace_id), seconds) for trace_id, seconds in asked[2:]]
 
 
 def is_whole(spans: list[Span]) -> bool:
@@ -248,7 +253,7 @@ class Collector(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def of_trace(self, trace_id: str, is_whole: Callable[[list[Span]], bool]) -> list[Span]:
+    def of_trace(self, trace_id: str) -> list[Span]:
         """Return the spans of a trace in the order of their begin, waiting until they are whole, or for 20 s."""
         until = time.monotonic() + WAIT_SECONDS
         while True:

@@ -46,14 +46,6 @@ def compared(arm: str, what: str, differences: Iterable[Difference], outcome: st
     return Check(arm, what, not found, text, dict(figures), found)
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Everything observed for one prompt in one P/D arm; ``record`` is what D's probe recorded, or None."""
-
-    hand_over: HandOver
-    record: Mapping[str, Any] | None
-
-
 def largest_logprob_gap(expected: Answer, found: Answer) -> float:
     """Return the largest difference, nats, over chosen tokens and shared alternatives; inf if not comparable."""
     if len(expected.logprobs) != len(found.logprobs):
@@ -123,20 +115,20 @@ class Expected:
     unneeded: int = 0
 
 
-def compare_groups(prompt: str, seen: Observation, expected: Sequence[Expected]) -> list[Difference]:
+def compare_groups(prompt: str, seen: HandOver, expected: Sequence[Expected]) -> list[Difference]:
     """Compare the SHA-256 of every transferred block on both sides, after checking that blocks were transferred at
     all."""
-    record, sent = seen.record, seen.hand_over
+    record = seen.record
     if record is None:
         return [Difference(prompt, "hand-over", "D recorded no transfer: it computed the prompt itself")]
     differences = []
-    if record["remote_block_ids"] not in (None, sent.sent_block_ids):
-        text = f"D read from {record['remote_block_ids']}, P offered {sent.sent_block_ids}"
+    if record["remote_block_ids"] not in (None, seen.sent_block_ids):
+        text = f"D read from {record['remote_block_ids']}, P offered {seen.sent_block_ids}"
         differences.append(Difference(prompt, "hand-over", text))
-    if not len(sent.sent_digests) == len(record["digests"]) == len(expected) or not expected:
-        text = f"P has {len(sent.sent_digests)} KV-cache groups, D received {len(record['digests'])}"
+    if not len(seen.sent_digests) == len(record["digests"]) == len(expected) or not expected:
+        text = f"P has {len(seen.sent_digests)} KV-cache groups, D received {len(record['digests'])}"
         differences.append(Difference(prompt, "hand-over", text))
-    groups = zip(sent.sent_digests, record["digests"], expected, strict=False)
+    groups = zip(seen.sent_digests, record["digests"], expected, strict=False)
     for group, (offered, received, wanted) in enumerate(groups):
         if not wanted.fewest_offered <= len(offered) <= wanted.most_offered:
             text = f"group {group}: P offered {len(offered)} blocks, the prompt fills {wanted.most_offered}"
@@ -166,7 +158,7 @@ def compare_senders(prompt: str, expected: HandOver, found: HandOver, full_block
 
 def match_records(
     hand_overs: Sequence[HandOver], records: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]] = ()
-) -> list[Observation]:
+) -> list[HandOver]:
     """Pair each hand-over with D's record of it, and with P's where the client could not read P's blocks itself."""
     received = {record["transfer"]: record for record in records}
     pushed = {record["transfer"]: record for record in sent}
@@ -177,14 +169,14 @@ def match_records(
         ours = pushed.get(hand_over.transfer)
         if ours is not None and not hand_over.sent_digests:
             hand_over = replace(hand_over, sent_block_ids=ours["block_ids"], sent_digests=ours["digests"])
-        seen.append(Observation(hand_over, received.get(hand_over.transfer)))
+        seen.append(replace(hand_over, record=received.get(hand_over.transfer)))
     return seen
 
 
 def catches(
-    prompt: str, answer: Answer, seen: Observation, expected: Sequence[Expected], *, tolerance: float
+    prompt: str, answer: Answer, seen: HandOver, expected: Sequence[Expected], *, tolerance: float
 ) -> tuple[list[Aspect], list[Aspect]]:
     """Return (caught by bytes, caught by output) for a request that was corrupted on purpose."""
     by_bytes = [difference.aspect for difference in compare_groups(prompt, seen, expected)]
-    by_output = [difference.aspect for difference in compare_answers(prompt, answer, seen.hand_over.answer, tolerance)]
+    by_output = [difference.aspect for difference in compare_answers(prompt, answer, seen.answer, tolerance)]
     return [aspect for aspect in by_bytes if aspect == "blocks"], by_output

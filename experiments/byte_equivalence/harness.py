@@ -17,7 +17,6 @@ from experiments.byte_equivalence.compare import (
     LOGPROB_TOLERANCE,
     Check,
     Difference,
-    Observation,
     catches,
     compare_answers,
     compare_groups,
@@ -26,7 +25,7 @@ from experiments.byte_equivalence.compare import (
     largest_logprob_gap,
     until_tie,
 )
-from experiments.byte_equivalence.pair_run import PairRun, answers_alone, with_pairs
+from experiments.byte_equivalence.pair_run import MAX_TOKENS, PairRun, paired
 from experiments.byte_equivalence.prompts import Prompt
 from experiments.byte_equivalence.subjects import (
     BLOCK_SIZE,
@@ -36,8 +35,9 @@ from experiments.byte_equivalence.subjects import (
     Subject,
     groups_of,
     is_alone,
+    may_be_cached,
 )
-from experiments.common.client import Answer, AnswerError
+from experiments.common.client import Answer, AnswerError, HandOver, answers_of
 from experiments.common.pages import PageCount, PageWatch
 from experiments.common.report import Run
 from experiments.common.servers import Asking, Running, Server, ServerError
@@ -54,10 +54,10 @@ class NotCaught(Exception):
 
 @dataclass
 class Baseline:
-    """What a phase compares with: the single instance's answers, and the stock P/D arm's observations once it ran."""
+    """What a phase compares with: the single instance's answers, and the stock P/D arm's hand-overs once it ran."""
 
     answers: list[Answer]
-    stock: list[Observation] = field(default_factory=list)
+    stock: list[HandOver] = field(default_factory=list)
 
 
 class Harness:
@@ -119,7 +119,9 @@ class Harness:
         prompts, found = self.subject.prompts, list[Answer]()
 
         async def work(servers: list[Server]) -> None:
-            found.extend(await answers_alone(servers[0], prompts, "reference", self.output.update))
+            salts = [one.salt("reference") for one in prompts]
+            asked = [list(one.token_ids) for one in prompts]
+            found.extend(await answers_of(servers[0].base_url, asked, MAX_TOKENS, "reference", salts=salts))
 
         self._serve(REFERENCE, phase, launched, work)
         if not found:
@@ -132,8 +134,8 @@ class Harness:
         return Baseline(found)
 
     def _pair(self, arm: Arm, phase: Phase, launched: Running, baseline: Baseline) -> None:
-        async def with_servers(servers: list[Server]) -> None:
-            async def work(run: PairRun) -> None:
+        async def work(servers: list[Server]) -> None:
+            async with paired(arm, servers, self.output.update) as run:
                 geometry = await run.arm()
                 checks = _Checks(self, self.subject, arm, phase, run, baseline, geometry, groups_of(geometry))
                 await checks.plant()
@@ -146,9 +148,7 @@ class Harness:
                     if phase.concurrent:
                         await checks.concurrent(servers)
 
-            await with_pairs(arm, servers, self.output.update, work)
-
-        self._serve(arm, phase, launched, with_servers)
+        self._serve(arm, phase, launched, work)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class _Checks:
         damages = self.subject.damages(self.groups)
         prompts = [prompt for _, prompt in damages]
         clean, again = [
-            [one.hand_over.answer for one in await self.run.sequential(prompts, f"{name}-{self.slug}")]
+            [one.answer for one in await self.run.sequential(prompts, f"{name}-{self.slug}")]
             for name in ("clean", "control")
         ]
         gap = max(map(largest_logprob_gap, clean, again))
@@ -249,7 +249,7 @@ class _Checks:
             self._answers(f"{self.name}, 32 at a time", seen)
         else:
             expected = self._expected()
-            pairs = ((prompt.name, expected[prompt.name], observed.hand_over.answer) for prompt, observed in seen)
+            pairs = ((prompt.name, expected[prompt.name], observed.answer) for prompt, observed in seen)
             answers = [one for pair in pairs for one in compare_answers(*pair, None)]
             what = f"{self.name}: tokens, 32 at a time ({self.phase.dtype})"
             self.compared(what, answers, f"{len(seen)} shuffled requests")
@@ -268,13 +268,13 @@ class _Checks:
     def _expected(self) -> dict[str, Answer]:
         return dict(zip((prompt.name for prompt in self.subject.prompts), self.baseline.answers, strict=True))
 
-    def _answers(self, name: str, seen: Sequence[tuple[Prompt, Observation]]) -> None:
+    def _answers(self, name: str, seen: Sequence[tuple[Prompt, HandOver]]) -> None:
         """Add the row of the answers beside the single instance's."""
         tolerance, of_prompts = LOGPROB_TOLERANCE[self.phase.dtype], self._expected()
         differences: list[Difference] = []
         gap, ties = 0.0, 0
         for prompt, observed in seen:
-            expected, found = of_prompts[prompt.name], observed.hand_over.answer
+            expected, found = of_prompts[prompt.name], observed.answer
             differences += compare_answers(prompt.name, expected, found, tolerance)
             until = until_tie(expected, found, tolerance)
             gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not expected)
@@ -283,15 +283,15 @@ class _Checks:
         outcome += f", {ties} of them up to a tie" if ties else ""
         self.compared(what, differences, outcome, largest_gap_nats=gap, ties=ties)
 
-    def _blocks(
-        self, what: str, seen: Sequence[tuple[Prompt, Observation]], before: Sequence[Sequence[Prompt]]
-    ) -> None:
+    def _blocks(self, what: str, seen: Sequence[tuple[Prompt, HandOver]], before: Sequence[Sequence[Prompt]]) -> None:
         """Add the row of the transferred blocks. ``before``: of each prompt, those that D may still have cached."""
         differences: list[Difference] = []
         for (prompt, observed), earlier in zip(seen, before, strict=True):
             fewest = self.subject.fewest_received(prompt, earlier, self.groups)
-            may_be_absent = self.run.may_be_computed(fewest) or self.subject.may_be_cached(prompt, self.groups)
-            if observed.record is not None or not may_be_absent:
+            # D may compute what lacks one block at most without asking P.
+            may_be_computed = self.run.order == "asked" and fewest <= 1
+            has_all = self.subject.is_family and may_be_cached(prompt, self.groups)
+            if observed.record is not None or not (may_be_computed or has_all):
                 expected = self.subject.expected(prompt, earlier, self.groups)
                 if self.run.order == "asked" and prompt.family:
                     # P may offer what it has cached of the common beginning, and D computes the rest.
@@ -304,7 +304,7 @@ class _Checks:
         shape = {"kv_shape": first["shape"][0], "kv_stride": first["stride"][0]}
         self.compared(what, differences, outcome, blocks=received - states, states=states, **shape)
 
-    def _exact_as_stock(self, seen: list[Observation]) -> None:
+    def _exact_as_stock(self, seen: list[HandOver]) -> None:
         """Where P computes the same chunks in the same way as stock P, no bit may differ."""
         if not self.baseline.stock:
             if not self.arm.kvcached:
@@ -313,17 +313,16 @@ class _Checks:
         differences: list[Difference] = []
         for prompt, stock, observed in zip(self.subject.prompts, self.baseline.stock, seen, strict=True):
             if observed.record is not None:
-                ours, theirs = observed.hand_over, stock.hand_over
-                differences += compare_answers(prompt.name, theirs.answer, ours.answer, 0.0)
-                differences += compare_senders(prompt.name, theirs, ours, len(prompt.token_ids) // BLOCK_SIZE)
+                differences += compare_answers(prompt.name, stock.answer, observed.answer, 0.0)
+                differences += compare_senders(prompt.name, stock, observed, len(prompt.token_ids) // BLOCK_SIZE)
         outcome = "log-probabilities and P's KV bytes equal to the stock P/D arm's, to the last bit"
         self.compared(f"{self.name}: exactly as stock P/D", differences, outcome)
 
-    def _exact_where_alone(self, seen: Sequence[tuple[Prompt, Observation]]) -> None:
+    def _exact_where_alone(self, seen: Sequence[tuple[Prompt, HandOver]]) -> None:
         """Where the single instance computes a prompt's last token in a step of its own, too, no bit may differ."""
         expected = self._expected()
         alike = [one for one in seen if is_alone(one[0])]
-        pairs = ((prompt.name, expected[prompt.name], observed.hand_over.answer) for prompt, observed in alike)
+        pairs = ((prompt.name, expected[prompt.name], observed.answer) for prompt, observed in alike)
         differences = [one for pair in pairs for one in compare_answers(*pair, 0.0)]
         what = f"{self.name}: last token in a step of its own"
         self.compared(what, differences, f"{len(alike)} prompts, to the last bit")

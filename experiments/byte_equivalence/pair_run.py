@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.byte_equivalence.arms import Arm, Order
-from experiments.byte_equivalence.compare import Observation, largest_logprob_gap, match_records
+from experiments.byte_equivalence.compare import largest_logprob_gap, match_records
 from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt
 from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client, joined
 from experiments.common.servers import Server
@@ -89,7 +90,7 @@ class PairRun:
             await side.probe("arm")
         return await self.decodes[0].probe("geometry")
 
-    async def _observe(self, seen: Sequence[HandOver]) -> list[Observation]:
+    async def _observe(self, seen: Sequence[HandOver]) -> list[HandOver]:
         """Pair each answered hand-over with what both sides recorded of its blocks."""
         received: list[Mapping[str, Any]] = []
         for decode in self.decodes:
@@ -97,17 +98,24 @@ class PairRun:
             if pending := [one for rank in taken for one in rank["pending"]]:
                 raise AnswerError(f"found transfers unfinished on D after every answer: {pending}; expected none.")
             received += of_all_ranks([rank["records"] for rank in taken])
-        sent = [_Sent(prefill) for prefill in self.prefills]
+        # Of each P and rank. Ranks report at different times, so records are kept until all have one.
+        sent: list[list[list[dict[str, Any]]]] = [[] for _ in self.prefills]
+
+        def of_all() -> list[dict[str, Any]]:
+            return [one for ranks in sent for one in of_all_ranks(ranks)]
+
         awaited = {one.transfer for one in seen} if self.writes else set()
         if self.order == "asked":
             awaited = {str(one["transfer"]) for one in received}
         deadline = time.monotonic() + SENT_SECONDS
         if awaited and not self.writes:
             await self._step_prefill("sent")
-        while awaited - {one["transfer"] for side in sent for one in side.found} and time.monotonic() < deadline:
-            for side in sent:
-                await side.look()
-        return match_records(seen, received, [one for side in sent for one in side.found])
+        while awaited - {one["transfer"] for one in of_all()} and time.monotonic() < deadline:
+            for place, prefill in enumerate(self.prefills):
+                taken = await prefill.probe_ranks("take")
+                known = sent[place] or [[] for _ in taken]
+                sent[place] = [[*before, *rank["sent"]] for before, rank in zip(known, taken, strict=True)]
+        return match_records(seen, received, of_all())
 
     async def _one(
         self, prompt: Prompt, salt: str, request_id: str, *, place: int = 0, max_tokens: int = MAX_TOKENS
@@ -116,7 +124,7 @@ class PairRun:
         ways = {"asked": pair.asked, "P first": pair.hand_over, "D first": pair.decode_first}
         return await ways[self.order](list(prompt.token_ids), max_tokens=max_tokens, salt=salt, request_id=request_id)
 
-    async def sequential(self, prompts: Sequence[Prompt], run: str) -> list[Observation]:
+    async def sequential(self, prompts: Sequence[Prompt], run: str) -> list[HandOver]:
         seen = []
         for place, prompt in enumerate(prompts):
             self.progress(f"{run}: {place + 1} of {len(prompts)}, {prompt.name}")
@@ -131,7 +139,7 @@ class PairRun:
         rounds: int,
         hold_blocks: int,
         settle: Callable[[], Awaitable[None]],
-    ) -> list[tuple[Prompt, Observation]]:
+    ) -> list[tuple[Prompt, HandOver]]:
         """Hand every prompt over once per round, shuffled, 32 at a time.
 
         With P first, D starts a round when P holds ``hold_blocks`` for it, so that P's demand does not depend on how
@@ -148,10 +156,6 @@ class PairRun:
                 await self._step_prefill(f"{run}-{number}-step")
             await settle()
         return list(zip(shuffled, await self._observe(seen), strict=True))
-
-    def may_be_computed(self, fewest_received: int) -> bool:
-        """Whether D may compute a prompt of which it lacks so many blocks, without asking P."""
-        return self.order == "asked" and fewest_received <= 1
 
     async def _step_prefill(self, name: str) -> None:
         """Make P take two steps: an idle engine reads no notifications, so it keeps what D has read until it steps."""
@@ -181,7 +185,7 @@ class PairRun:
 
         return list(await asyncio.gather(*(one(place, prompt) for place, prompt in enumerate(prompts))))
 
-    async def planted(self, corruption: Corruption, prompt: Prompt, run: str) -> Observation:
+    async def planted(self, corruption: Corruption, prompt: Prompt, run: str) -> HandOver:
         """Hand ``prompt`` over with ``corruption`` planted in the blocks that D receives."""
         if corruption.kept_tokens:
             earlier = Prompt(f"{prompt.name} kept", prompt.token_ids[: corruption.kept_tokens])
@@ -230,38 +234,8 @@ def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, 
     ]
 
 
-class _Sent:
-    """What one P has sent. Its ranks report at different times, so records are kept until all ranks have one."""
-
-    def __init__(self, prefill: Client) -> None:
-        self._prefill = prefill
-        self._of_rank: list[list[dict[str, Any]]] = []
-
-    @property
-    def found(self) -> list[dict[str, Any]]:
-        return of_all_ranks(self._of_rank)
-
-    async def look(self) -> None:
-        taken = await self._prefill.probe_ranks("take")
-        self._of_rank = [
-            [*known, *rank["sent"]] for known, rank in zip(self._of_rank or [[] for _ in taken], taken, strict=True)
-        ]
-
-
-async def answers_alone(server: Server, prompts: Sequence[Prompt], run: str, progress: Progress) -> list[Answer]:
-    answers = []
-    async with http_client(1) as http:
-        client = Client(server.base_url, http)
-        for place, one in enumerate(prompts):
-            progress(f"{run}: {place + 1} of {len(prompts)}, {one.name}")
-            names = {"salt": one.salt(run), "request_id": f"{run}-{place}"}
-            answers.append(await client.answer(list(one.token_ids), max_tokens=MAX_TOKENS, **names))
-    return answers
-
-
-async def with_pairs(
-    arm: Arm, servers: Sequence[Server], progress: Progress, work: Callable[[PairRun], Awaitable[None]]
-) -> None:
+@contextlib.asynccontextmanager
+async def paired(arm: Arm, servers: Sequence[Server], progress: Progress) -> AsyncIterator[PairRun]:
     async with http_client(CONCURRENCY) as http:
         clients = [Client(one.base_url, http) for one in servers]
         pairs = [
@@ -269,4 +243,4 @@ async def with_pairs(
             for server, source in zip(servers[: arm.servers], clients, strict=False)
             for target in clients[arm.servers :]
         ]
-        await work(PairRun(*pairs, progress=progress, writes=arm.writes, order=arm.orders[0]))
+        yield PairRun(*pairs, progress=progress, writes=arm.writes, order=arm.orders[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os.path
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 SEED = 7
@@ -31,20 +31,15 @@ class Prompt:
         return f"{run}-{self.family or self.name}"
 
 
-class Drawer:
-    """Draws token ids; every call continues the same stream."""
-
-    def __init__(self, vocabulary: int, seed: int = SEED) -> None:
-        self._random = random.Random(seed)
-        self._vocabulary = vocabulary
-
-    def draw(self, tokens: int) -> tuple[int, ...]:
-        return tuple(self._random.randrange(FIRST_TEXT_TOKEN, self._vocabulary) for _ in range(tokens))
+def _drawer(vocabulary: int, seed: int = SEED) -> Callable[[int], tuple[int, ...]]:
+    """Return what draws token ids; every call continues the same stream."""
+    stream = random.Random(seed)
+    return lambda tokens: tuple(stream.randrange(FIRST_TEXT_TOKEN, vocabulary) for _ in range(tokens))
 
 
 def fixed_prompts(*, block_size: int, max_batched: int, max_prompt: int, vocabulary: int) -> list[Prompt]:
     """Return the prompts of the comparison; sizes in tokens, ``max_batched`` is vLLM's per-step budget."""
-    drawer = Drawer(vocabulary)
+    draw = _drawer(vocabulary)
     lengths = {
         "one token": 1,
         "two tokens": 2,
@@ -71,20 +66,20 @@ def fixed_prompts(*, block_size: int, max_batched: int, max_prompt: int, vocabul
         "three steps and some": 3 * max_batched - 77,
         "longest": max_prompt,
     }
-    prompts = [Prompt(name, drawer.draw(length)) for name, length in lengths.items()]
-    short = drawer.draw(4 * block_size)
+    prompts = [Prompt(name, draw(length)) for name, length in lengths.items()]
+    short = draw(4 * block_size)
     prompts += [
         Prompt("prefix of four blocks", short, "short prefix"),
-        Prompt("same prefix plus one", short + drawer.draw(1), "short prefix"),
-        Prompt("same prefix plus a block", short + drawer.draw(block_size), "short prefix"),
-        Prompt("same prefix plus some blocks", short + drawer.draw(6 * block_size + 5), "short prefix"),
+        Prompt("same prefix plus one", short + draw(1), "short prefix"),
+        Prompt("same prefix plus a block", short + draw(block_size), "short prefix"),
+        Prompt("same prefix plus some blocks", short + draw(6 * block_size + 5), "short prefix"),
         Prompt("same prefix once more", short, "short prefix"),
-        Prompt("half of the same prefix", short[: 2 * block_size] + drawer.draw(70), "short prefix"),
+        Prompt("half of the same prefix", short[: 2 * block_size] + draw(70), "short prefix"),
     ]
-    long = drawer.draw(max_batched + 3 * block_size)
+    long = draw(max_batched + 3 * block_size)
     prompts += [
-        Prompt("chunked prefix", long + drawer.draw(3), "long prefix"),
-        Prompt("chunked prefix, other end", long + drawer.draw(2 * block_size + 9), "long prefix"),
+        Prompt("chunked prefix", long + draw(3), "long prefix"),
+        Prompt("chunked prefix, other end", long + draw(2 * block_size + 9), "long prefix"),
     ]
     return prompts
 
@@ -95,9 +90,9 @@ def damage_prompts(count: int, *, block_size: int, vocabulary: int) -> list[Prom
     All differ, so a block left over from an earlier request never holds the right bytes by luck. The tail block holds
     more than the last token, which D computes itself.
     """
-    drawer = Drawer(vocabulary, SEED + 1)
+    draw = _drawer(vocabulary, SEED + 1)
     tokens = (DAMAGED_BLOCKS - 1) * block_size + 2 * block_size // 3
-    return [Prompt(f"damaged {place}", drawer.draw(tokens)) for place in range(count)]
+    return [Prompt(f"damaged {place}", draw(tokens)) for place in range(count)]
 
 
 def fewest_received(prompt: Prompt, before: Sequence[Prompt], block_size: int) -> int:

@@ -1,6 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run: its rows as a table, as JSON and as an exit status. And last-VERSION.json: the last result of each arm,
-also when a run covered only some."""
+"""Is the output of prefill/decode disaggregation over kvcached identical to that of one stock vLLM instance?
+
+Starts real servers, and compares token ids, log-probabilities and the SHA-256 of every transferred KV block, on the
+sending and on the receiving side. Before anything is called equal, planted corruptions must be caught, and zeroing a KV
+block must change the output. experiments/README.md tells which arms there are, and why the result can be trusted.
+
+examples:
+  bash experiments/byte_equivalence/run.sh                    all arms, one request at a time and 32 at a time
+  bash experiments/byte_equivalence/run.sh --quick            the same in float32 only, ten minutes
+  bash experiments/byte_equivalence/run.sh --brief            the same with one arm per transfer mode, three minutes
+  bash experiments/byte_equivalence/run.sh --arm contiguous   only arms whose name contains this (and the reference)
+  bash experiments/byte_equivalence/run.sh --model nemotron-h --quick     states beside attention
+
+Targets: everything is equal, every corruption is caught, and kvcached unmaps and remaps pages during the run.
+"""
 
 from __future__ import annotations
 

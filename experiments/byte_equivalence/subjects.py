@@ -133,10 +133,6 @@ class Subject:
         cached = prompt.blocks(BLOCK_SIZE) - fewest_received(prompt, before, BLOCK_SIZE)
         return expected_of(prompt, cached * BLOCK_SIZE, groups)
 
-    def may_be_cached(self, prompt: Prompt, groups: Sequence[Group]) -> bool:
-        """Whether D may have all that it fetches of a prompt."""
-        return False
-
 
 class FamilySubject(Subject):
     """The model of a family, with prefix caching, and without where that changes how states are kept."""
@@ -182,9 +178,6 @@ class FamilySubject(Subject):
     def expected(self, prompt: Prompt, before: Sequence[Prompt], groups: Sequence[Group]) -> list[Expected]:
         # Another prompt of its family may have been there before.
         return expected_of(prompt, len(prompt.token_ids) - 1 if prompt.family else 0, groups)
-
-    def may_be_cached(self, prompt: Prompt, groups: Sequence[Group]) -> bool:
-        return may_be_cached(prompt, groups)
 
 
 def phases(shape: ModelShape, *, quick: bool) -> list[Phase]:

@@ -57,13 +57,14 @@ class HandOver:
 
     ``transfer`` is its name in the KV probe's records. ``sent_block_ids`` and ``sent_digests`` are per KV-cache group,
     read from P's memory while P kept the blocks for D; empty where only the records of P's probe have them (D asked P,
-    or was asked first). If D asked P, ``transfer`` is the client's request id.
+    or was asked first). If D asked P, ``transfer`` is the client's request id. ``record`` is what D's probe recorded.
     """
 
     answer: Answer
     transfer: str
-    sent_block_ids: list[list[int]]
-    sent_digests: list[list[str]]
+    sent_block_ids: list[list[int]] = field(default_factory=list)
+    sent_digests: list[list[str]] = field(default_factory=list)
+    record: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ class Pair:
     async def asked(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> HandOver:
         """Ask D, as any client does; D asks P."""
         answer = await self.decode.answer(prompt, max_tokens=max_tokens, salt=salt, request_id=request_id)
-        return HandOver(answer, request_id, [], [])
+        return HandOver(answer, request_id)
 
     async def decode_first(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> HandOver:
         """Ask D, wait until its connector has registered the request, and only then ask P."""
@@ -301,7 +302,7 @@ class Pair:
                     break
                 await asyncio.sleep(LOOK_SECONDS)
             # Raises if D answered with an error. If D did not wait for P, the caller reports the missing record.
-            return HandOver(read_answer(await decoding, max_tokens), name, [], [])
+            return HandOver(read_answer(await decoding, max_tokens), name)
         finally:
             decoding.cancel()
 
@@ -324,14 +325,15 @@ async def at_a_time(limit: int, calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def answers_of(
-    url: str, prompts: Sequence[list[int]], max_tokens: int, name: str, limit: int = 1
+    url: str, prompts: Sequence[list[int]], max_tokens: int, name: str, limit: int = 1, salts: Sequence[str] = ()
 ) -> list[Answer]:
-    """Return a server's answer to each prompt, without a hand-over. ``name``: of these prompts, for ids and salts."""
+    """Return a server's answer to each prompt, without a hand-over. ``name``: of these prompts, for ids, and for salts
+    if none are given."""
     names = [f"{name}-{number}" for number in range(len(prompts))]
     async with http_client(limit) as http:
         client = Client(url, http)
-        asked = zip(prompts, names, strict=True)
-        answers = (client.answer(each, max_tokens=max_tokens, salt=one, request_id=one) for each, one in asked)
+        asked = zip(prompts, names, salts or names, strict=True)
+        answers = (client.answer(each, max_tokens=max_tokens, salt=salt, request_id=one) for each, one, salt in asked)
         return await at_a_time(limit, answers)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models of families whose layers keep KV in several ways, with random weights; nothing is downloaded.
 
-Their configurations are those of transformers, with a few small layers. The weights are drawn as those of `model`.
+Their configurations are those of transformers, with a few small layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import device
-from experiments.common.model import CACHE, FORMAT, ModelShape, made_once
+from experiments.common.model import make
 from experiments.common.servers import REPOSITORY, SERVER_SIDE, tag_of
 from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, installed_has
 
@@ -54,8 +54,6 @@ class Family:
     has_mamba2: bool = False
     fewest_tokens: int = 3
     imports_torchvision: bool = False
-    seed: int = 20260
-    deviation: float = 0.08
 
     @property
     def caches_prefixes(self) -> bool:
@@ -81,36 +79,38 @@ _SMALL: Mapping[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
+_LAYERS = {"w": "sliding_attention", "f": "full_attention", "s": "linear_attention", "m": "mlp"}
 
 
-def _gemma4(pattern: str, *, block_size: int | None = 32, **values: Any) -> Family:
-    """``pattern``: a letter per layer, s for a sliding window of 128 tokens, f for full attention."""
-    kinds = {"s": "sliding_attention", "f": "full_attention"}
-    config = {
-        **_SMALL,
-        "num_hidden_layers": len(pattern),
-        "layer_types": [kinds[letter] for letter in pattern],
-        "sliding_window": 128,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "global_head_dim": 128,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 512,
-        **values,
-    }
-    return Family("Gemma4TextConfig", "Gemma4ForCausalLM", config, block_size, fewest_tokens=2)
+def _family(config: str, architecture: str, pattern: str, values: Mapping[str, Any], **more: Any) -> Family:
+    """``pattern``: a letter per layer, w for a sliding window, f for full attention, s for a state, m for a layer that
+    keeps nothing."""
+    name = "layers_block_type" if config == "NemotronHConfig" else "layer_types"
+    layers = {"num_hidden_layers": len(pattern), name: [_LAYERS[letter] for letter in pattern]}
+    return Family(config, architecture, {**_SMALL, **layers, **values}, **more)
 
 
-_LAYERS = {"s": "linear_attention", "f": "full_attention", "m": "mlp"}
+def _gemma4(pattern: str, *, block_size: int = 32, **values: Any) -> Family:
+    widths = {"head_dim": 64, "global_head_dim": 128, "hidden_size_per_layer_input": 0}
+    config = {"sliding_window": 128, "vocab_size_per_layer_input": 512, **widths, **values}
+    more = {"block_size": block_size, "fewest_tokens": 2}
+    return _family("Gemma4TextConfig", "Gemma4ForCausalLM", pattern, config, **more)
+
+
+_GEMMA3: Mapping[str, Any] = {
+    "sliding_window": 128,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+}
 _QWEN: Mapping[str, Any] = {
-    **_SMALL,
-    "num_key_value_heads": 2,
     "head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -119,8 +119,6 @@ _QWEN: Mapping[str, Any] = {
 }
 """The gated delta net's kernels want heads of at least 64 on a CPU."""
 _NEMOTRON: Mapping[str, Any] = {
-    **_SMALL,
-    "num_key_value_heads": 2,
     "head_dim": 64,
     "mamba_num_heads": 4,
     "mamba_head_dim": 64,
@@ -128,60 +126,37 @@ _NEMOTRON: Mapping[str, Any] = {
     "n_groups": 2,
 }
 _MAMBA2: Mapping[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 64}
-_GATED_DELTA_NET: Mapping[str, Any] = {"dtype": "bfloat16", "has_delta_net": True}
-
-
-def _hybrid(config: str, architecture: str, pattern: str, values: Mapping[str, Any], **more: Any) -> Family:
-    """``pattern``: a letter per layer, s for a state, f for full attention, m for a layer that keeps nothing."""
-    kinds = [_LAYERS[letter] for letter in pattern]
-    name = "layers_block_type" if config == "NemotronHConfig" else "layer_types"
-    return Family(config, architecture, {"num_hidden_layers": len(pattern), name: kinds, **values}, None, **more)
-
+_HAS_MAMBA2: Mapping[str, Any] = {"block_size": None, "has_mamba2": True}
+_GATED_DELTA_NET: Mapping[str, Any] = {"block_size": None, "dtype": "bfloat16", "has_delta_net": True}
 
 FAMILIES: Mapping[str, Family] = {
-    "gemma3 one head": Family(
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {
-            **_SMALL,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "sliding_window": 128,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "query_pre_attn_scalar": 64,
-        },
-        fewest_tokens=2,
-    ),
-    "gemma4 one head": _gemma4("sfsf", num_key_value_heads=1),
-    "gemma4": _gemma4("sfsf"),
-    "gemma4 5:1": _gemma4("sssssf"),
+    "gemma3 one head": _family("Gemma3TextConfig", "Gemma3ForCausalLM", "wfwf", _GEMMA3, fewest_tokens=2),
+    "gemma4 one head": _gemma4("wfwf", num_key_value_heads=1),
+    "gemma4": _gemma4("wfwf"),
+    "gemma4 5:1": _gemma4("wwwwwf"),
     "gemma4 K=V": _gemma4(
-        "sfsf", block_size=64, num_key_value_heads=4, attention_k_eq_v=True, num_global_key_value_heads=1
+        "wfwf", block_size=64, num_key_value_heads=4, attention_k_eq_v=True, num_global_key_value_heads=1
     ),
-    "gemma4 shared": _gemma4("sfsfsf", num_kv_shared_layers=2),
-    "nemotron-h": _hybrid("NemotronHConfig", "NemotronHForCausalLM", "smfsf", _NEMOTRON, has_mamba2=True),
-    "granite4-h": _hybrid(
+    "gemma4 shared": _gemma4("wfwfwf", num_kv_shared_layers=2),
+    "nemotron-h": _family("NemotronHConfig", "NemotronHForCausalLM", "smfsf", _NEMOTRON, **_HAS_MAMBA2),
+    "granite4-h": _family(
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
         "sssf",
         {
-            **_SMALL,
             **_MAMBA2,
-            "num_key_value_heads": 2,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "shared_intermediate_size": 256,
             "position_embedding_type": "rope",
         },
-        has_mamba2=True,
+        **_HAS_MAMBA2,
     ),
     "falcon-h1": Family(
         "FalconH1Config",
         "FalconH1ForCausalLM",
-        {**_SMALL, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 256, **_MAMBA2},
-        None,
-        has_mamba2=True,
+        {**_SMALL, "num_hidden_layers": 3, "head_dim": 64, "mamba_d_ssm": 256, **_MAMBA2},
+        **_HAS_MAMBA2,
     ),
     "zamba2": Family(
         "Zamba2Config",
@@ -198,13 +173,12 @@ FAMILIES: Mapping[str, Family] = {
             "mamba_d_state": 64,
             "mamba_ngroups": 1,
         },
-        None,
-        has_mamba2=True,
+        **_HAS_MAMBA2,
     ),
-    "qwen3.5": _hybrid(
-        "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN, **_GATED_DELTA_NET, imports_torchvision=True
+    "qwen3.5": _family(
+        "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "sssf", _QWEN, imports_torchvision=True, **_GATED_DELTA_NET
     ),
-    "qwen3-next": _hybrid(
+    "qwen3-next": _family(
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         "sssf",
@@ -221,34 +195,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def make_family(name: str, *, cache: Path = CACHE) -> Path:
+def make_family(name: str) -> Path:
     """Return the folder of the model of ``FAMILIES[name]``; makes it if it does not exist."""
-    family = FAMILIES[name]
-    key = [FORMAT, family.config, family.architecture, dict(family.values), family.seed, family.deviation]
-    shape = ModelShape(vocabulary=family.values["vocab_size"], max_positions=family.values["max_position_embeddings"])
-    return made_once(cache, tag_of(name), key, lambda folder: _write(family, folder), shape)
-
-
-def _write(family: Family, folder: Path) -> None:
-    import torch
-    import transformers
-    from safetensors.torch import save_file
-
-    config = getattr(transformers, family.config)(**family.values)
-    config.architectures = [family.architecture]
-    torch.manual_seed(family.seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(family.seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * family.deviation)
-    weights = {name: parameter.detach() for name, parameter in model.state_dict().items()}
-    shared = family.values.get("num_kv_shared_layers", 0)
-    for layer in range(config.num_hidden_layers - shared, config.num_hidden_layers):
-        # In the files of Gemma 4, and wanted by vLLM; transformers' model does not have it where KV is shared.
-        is_full = config.layer_types[layer] == "full_attention"
-        size = family.values["global_head_dim" if is_full else "head_dim"]
-        weights[f"model.layers.{layer}.self_attn.k_norm.weight"] = torch.ones(size, dtype=torch.bfloat16)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-    config.save_pretrained(folder)
+    one = FAMILIES[name]
+    return make(tag_of(name), one.architecture, one.config, one.values)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "models"
-FORMAT = 3
+FORMAT = 4
 """Part of a model's folder name. Increase it when this module's output for a shape changes, or old files are used."""
+
+SEED, DEVIATION = 20260, 0.08
+"""Of weights."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,39 @@ class ModelShape:
     max_positions: int = 4096
     sliding_window_tokens: int = 0
     full_attention_every: int = 2
-    seed: int = 20260
-    deviation: float = 0.08
+    seed: int = SEED
 
     @property
     def head_dim(self) -> int:
         return self.head_size or self.hidden // self.heads
 
     @property
-    def family(self) -> str:
-        """``qwen2``; ``llama`` where layers differ in their attention window, or ``head_size`` is set."""
-        return "llama" if self.sliding_window_tokens or self.head_size else "qwen2"
+    def is_llama(self) -> bool:
+        """Else Qwen2, which has no windows of its own for each layer, and no ``head_size``."""
+        return bool(self.sliding_window_tokens or self.head_size)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Of transformers' configuration; the rest is its default."""
+        values: dict[str, Any] = {
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": 1e-6,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        }
+        if self.is_llama:
+            values["head_dim"] = self.head_dim
+        if self.sliding_window_tokens:
+            every = self.full_attention_every
+            kinds = ("sliding_attention" if layer % every else "full_attention" for layer in range(self.layers))
+            values |= {"sliding_window": self.sliding_window_tokens, "layer_types": list(kinds)}
+        return values
 
 
 GQA = ModelShape()
@@ -62,18 +87,23 @@ PADDED = ModelShape(vocabulary=510)
 
 
 def make_model(shape: ModelShape = GQA, *, cache: Path = CACHE) -> Path:
-    """Return the folder of the model of ``shape``; makes it (about a second) if it does not exist."""
-
-    def write(folder: Path) -> None:
-        _write_weights(shape, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
-
-    return made_once(cache, shape.family, [FORMAT, asdict(shape)], write, shape)
+    """Return the folder of the model of ``shape``; makes it (in seconds) if it does not exist."""
+    name = "Llama" if shape.is_llama else "Qwen2"
+    return make(name.lower(), f"{name}ForCausalLM", f"{name}Config", shape.values, shape.seed, cache)
 
 
-def made_once(cache: Path, name: str, key: list[Any], write: Callable[[Path], None], shape: ModelShape) -> Path:
-    """Return the folder of a model, with a tokenizer, which ``write`` makes if it does not exist. Its content follows
-    from ``key``."""
+def make(
+    name: str, architecture: str, config_class: str, values: Mapping[str, Any], seed: int = SEED, cache: Path = CACHE
+) -> Path:
+    """Return the folder of a model and its tokenizer; makes it if it does not exist.
+
+    Args:
+        name: of the folder, together with a digest of the other arguments.
+        architecture: as vLLM's registry names it.
+        config_class: transformers' class of its configuration, which has ``values``, else its defaults.
+        seed: of the weights.
+    """
+    key = [FORMAT, config_class, architecture, dict(values), seed]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     folder = cache / f"{name}-{digest}"
     if (folder / "complete").is_file():
@@ -81,82 +111,47 @@ def made_once(cache: Path, name: str, key: list[Any], write: Callable[[Path], No
     partial = cache / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write(partial)
-    write_tokenizer(shape, partial)
+    _write(architecture, config_class, values, seed, partial)
+    write_tokenizer(values["vocab_size"], values["max_position_embeddings"], partial)
     (partial / "complete").touch()
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return folder
 
 
-def _config(shape: ModelShape) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM" if shape.family == "llama" else "Qwen2ForCausalLM"],
-        "model_type": shape.family,
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "intermediate_size": shape.intermediate,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": shape.max_positions,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "use_cache": True,
-    }
-    if shape.head_size:
-        config["head_dim"] = shape.head_size
-    if shape.sliding_window_tokens:
-        config["sliding_window"] = shape.sliding_window_tokens
-        config["layer_types"] = [
-            "sliding_attention" if layer % shape.full_attention_every else "full_attention"
-            for layer in range(shape.layers)
-        ]
-    return config
-
-
-def _write_weights(shape: ModelShape, path: Path) -> None:
+def _write(architecture: str, config_class: str, values: Mapping[str, Any], seed: int, folder: Path) -> None:
     import torch
+    import transformers
     from safetensors.torch import save_file
 
-    generator = torch.Generator().manual_seed(shape.seed)
-
-    def drawn(*size: int) -> torch.Tensor:
-        return (torch.randn(*size, generator=generator) * shape.deviation).to(torch.bfloat16)
-
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    ones = torch.ones(shape.hidden, dtype=torch.bfloat16)
-    weights = {"model.embed_tokens.weight": drawn(shape.vocabulary, shape.hidden)}
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            weights[f"{prefix}self_attn.{name}.weight"] = drawn(rows, shape.hidden)
-            if shape.family == "qwen2":
-                weights[f"{prefix}self_attn.{name}.bias"] = drawn(rows)
-        weights[f"{prefix}self_attn.o_proj.weight"] = drawn(shape.hidden, queries)
-        weights[f"{prefix}mlp.gate_proj.weight"] = drawn(shape.intermediate, shape.hidden)
-        weights[f"{prefix}mlp.up_proj.weight"] = drawn(shape.intermediate, shape.hidden)
-        weights[f"{prefix}mlp.down_proj.weight"] = drawn(shape.hidden, shape.intermediate)
-        weights[f"{prefix}input_layernorm.weight"] = ones.clone()
-        weights[f"{prefix}post_attention_layernorm.weight"] = ones.clone()
-    weights["model.norm.weight"] = ones.clone()
-    weights["lm_head.weight"] = drawn(shape.vocabulary, shape.hidden)
-    save_file(weights, path, metadata={"format": "pt"})
+    config = getattr(transformers, config_class)(**values)
+    config.architectures = [architecture]
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * DEVIATION)
+    weights = {name: parameter.detach() for name, parameter in model.state_dict().items()}
+    shared = values.get("num_kv_shared_layers", 0)
+    for layer in range(config.num_hidden_layers - shared, config.num_hidden_layers):
+        # In the files of Gemma 4, and wanted by vLLM; transformers' model does not have it where KV is shared.
+        size = values["global_head_dim" if config.layer_types[layer] == "full_attention" else "head_dim"]
+        weights[f"model.layers.{layer}.self_attn.k_norm.weight"] = torch.ones(size, dtype=torch.bfloat16)
+    metadata = {"format": "pt"}
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors", metadata)
+    config.save_pretrained(folder)
 
 
-def write_tokenizer(shape: ModelShape, folder: Path) -> None:
+def write_tokenizer(size: int, max_positions: int, folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped, unused-ignore]
 
     vocabulary = {"<s>": 0, "</s>": 1}
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[letter] = len(vocabulary)
     # Greedy output may contain any id below the vocabulary size, and each must decode to some text.
-    while len(vocabulary) < shape.vocabulary:
+    while len(vocabulary) < size:
         vocabulary[f"<spare-{len(vocabulary)}>"] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -172,7 +167,7 @@ def write_tokenizer(shape: ModelShape, folder: Path) -> None:
         # engine ends.
         "pad_token": "</s>",
         "unk_token": "<s>",
-        "model_max_length": shape.max_positions,
+        "model_max_length": max_positions,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 

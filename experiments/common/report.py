@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import psutil
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 
 from experiments.common.servers import REPOSITORY, ServerError
@@ -50,16 +50,14 @@ class Run:
         self._console = Console(stderr=True, highlight=False)
         self._started = time.monotonic()
         self._last_plain = 0.0
-        self._status: Status | None = None
+        self._status = self._console.status(self.title)
         self.say(self.title)
 
     def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        self._status.stop()
 
     @property
     def seconds(self) -> float:
@@ -71,9 +69,7 @@ class Run:
     def update(self, text: str) -> None:
         """Show the current activity; the next update replaces it."""
         if self._console.is_terminal:
-            if self._status is None:
-                self._status = self._console.status(text)
-                self._status.start()
+            self._status.start()
             self._status.update(text)
         elif self.seconds - self._last_plain >= PLAIN_PROGRESS_SECONDS:
             self._last_plain = self.seconds
@@ -120,16 +116,11 @@ def versions() -> dict[str, str | None]:
 
 
 def hardware() -> dict[str, Any]:
-    model = ""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
-        model = next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    model = re.search(r"(?m)^model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
-        "processor": model or platform.processor(),
+        "processor": model[1] if model else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory_bytes / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
 
@@ -137,18 +128,12 @@ def hardware() -> dict[str, Any]:
 def commit() -> str | None:
     """Return the commit of the working tree, with ``+changes`` if files differ from it; None outside a repository, or
     without git."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    found = subprocess.run(
-        [git, "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty=+changes"],
-        # An unpacked archive may lie in another project's repository.
-        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(REPOSITORY.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or None if found.returncode == 0 else None
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty=+changes"]
+    # An unpacked archive may lie in another project's repository.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(REPOSITORY.parent)}
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(command, env=environment, stderr=subprocess.DEVNULL, text=True).strip() or None
+    return None
 
 
 def stdout_console() -> Console:
@@ -168,11 +153,12 @@ _NUMBER = re.compile(r"[-+(]?\d|-?\Z")
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table. Columns whose every cell begins with a number, or is empty, are justified to the right."""
+    """Return a table. Columns whose every cell begins with a number, or is empty, are justified to the right. Rows may
+    be shorter."""
     made = list(rows)
     table = Table(title=title)
     for place, column in enumerate(columns):
-        is_number = all(_NUMBER.match(row[place]) for row in made)
+        is_number = all(_NUMBER.match(cell) for row in made for cell in row[place : place + 1])
         table.add_column(column, justify="right" if is_number else "left")
     for row in made:
         table.add_row(*row)

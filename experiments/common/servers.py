@@ -375,11 +375,3 @@ class Asking(Running):
     def configured(self, spec: ServerSpec) -> ServerSpec:
         prefills = [one for one in self.servers if role(one.spec.name) == "kv_producer"]
         return asks(spec, prefills) if role(spec.name) == "kv_consumer" else spec
-
-
-@contextlib.contextmanager
-def asking(prefills: Sequence[ServerSpec], decode: ServerSpec, logs: Path) -> Iterator[tuple[Running, Server]]:
-    """Starts all of them together; they are ready."""
-    with Running(list(prefills), logs) as asked, Running([asks(decode, asked.servers)], logs) as asking_:
-        asked.ready()
-        yield asked, asking_.ready()[0]

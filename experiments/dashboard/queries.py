@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queries of the dashboard and of the alert rules: reads and runs them, judges what they return, and draws it."""
+"""Does every query of the dashboard and of the alert rules return data from a real Prometheus?
+
+Starts Prometheus (apt-get install prometheus), and one after the other pairs of prefill and decode that it scrapes:
+pull, whose requests also fail on purpose, and whose servers are killed at last; push; and staged through a small slab.
+Each query of docs/deploy/prometheus/dashboard.json and of alerts.yaml (without its threshold) is run over the whole
+time, and docs/deploy/prometheus/dashboard.png is drawn from the answers.
+
+Targets: every query returns a finite value, and one for a metric that does not exist returns none; decode answers most
+of the requests of each pair; when a pair is idle again, its memory is back.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes servers while clients ask, and counts what these get. Decode asks prefill; nginx is before decode."""
+"""What does it cost clients to restart, update or lose servers?
+
+Two prefill and two decode servers with vLLM 0.26.0 over kvcached, pull and push. Each decode server asks both prefill
+servers, and nginx is before decode. While clients ask, every server is restarted, then replaced by one with the other
+vLLM; ten processes beside the servers compute for a minute; and a prefill server is killed, then both, then a decode
+server. Nobody is told of any of this. Each answer is compared with one stock instance's.
+
+Targets: no wrong answer; none without an end; no error, unless a decode server is killed.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +30,11 @@ from experiments.common.counted import count
 from experiments.common.device import MODES
 from experiments.common.report import Run, make_table
 from experiments.common.report import Verdict as Target
-from experiments.common.servers import REPOSITORY, Running, ServerError, ServerSpec, asks
+from experiments.common.servers import REPOSITORY, Asking, Running, ServerError, ServerSpec
 from experiments.stacks import measure as stacks
 from experiments.stacks import traffic
 from experiments.stacks.environments import Say
-from experiments.stacks.routers import nginx
+from experiments.stacks.routers import Servers, nginx
 from experiments.stacks.traffic import Answer, Request, Verdict
 
 BEFORE = "0.26.0"
@@ -35,7 +43,6 @@ KINDS = ("completion", "completion, streamed", "completion, streamed")
 """Of requests, each as often."""
 PROMPTS = 12
 AT_ONCE = 6
-SETTLE_SECONDS = 2.0
 SHUTDOWN_SECONDS = 30
 """``--shutdown-timeout``."""
 BUSY_LOOPS, BUSY_SECONDS = 10, 60.0
@@ -110,31 +117,28 @@ def expected_of(before: Path, logs: Path, say: Say) -> dict[Request, Answer]:
 def measure(
     mode: str, before: Path, expected: dict[Request, Answer], changes: Sequence[str], logs: Path, say: Say
 ) -> list[Phase]:
-    with contextlib.ExitStack() as stack:
-        prefills = stack.enter_context(Running([spec(name, mode, before) for name in PREFILLS], logs))
-        decodes = stack.enter_context(
-            Running([asks(spec(name, mode, before), prefills.servers) for name in DECODES], logs)
-        )
-        prefills.ready()
-        url = stack.enter_context(nginx(decodes.ready(), logs / "nginx"))
-        fleet = Fleet(prefills, decodes)
+    specs = [spec(name, mode, before) for name in (*PREFILLS, *DECODES)]
+    with Asking(specs, logs) as launched, nginx(launched.ready()[len(PREFILLS) :], logs / "nginx") as url:
+        fleet = Servers(launched, url)
+        # A prefill and a decode in turn: of two each, there is always a pair that fits.
+        in_turn = [name for pair in zip(PREFILLS, DECODES, strict=True) for name in pair]
         acts: dict[str, Callable[[], None]] = {
-            "restart": lambda: fleet.restart_each(None),
-            "version": lambda: fleet.restart_each(AFTER),
+            "restart": lambda: stacks.restart_each(fleet, in_turn),
+            "version": lambda: stacks.restart_each(fleet, in_turn, executable=AFTER),
             "busy": starve,
-            "kill a prefill": lambda: fleet.kill(prefills, 0),
-            "kill all prefills": lambda: fleet.kill(prefills, 0, 1),
-            KILL_DECODE: lambda: fleet.kill(decodes, 0),
+            "kill a prefill": lambda: stacks.kill(fleet, PREFILLS[0], seconds=GONE_SECONDS),
+            "kill all prefills": lambda: stacks.kill(fleet, *PREFILLS, seconds=GONE_SECONDS),
+            KILL_DECODE: lambda: stacks.kill(fleet, DECODES[0], seconds=GONE_SECONDS),
         }
         asyncio.run(traffic.answers(url, list(expected)))
         numbers = dict.fromkeys(number for _, number in expected)
         asked = [(kind, number) for number in numbers for kind in KINDS if (kind, number) in expected]
         phases = []
         for change in changes:
-            begun, failed_before = time.monotonic(), fleet.failed_hand_overs()
+            begun, failed_before = time.monotonic(), failed_hand_overs(launched)
             pairs = [(each, expected[each]) for each in asked]
             found = traffic.counted(asyncio.run(traffic.meanwhile(url, pairs, acts[change], AT_ONCE)))
-            failed = max(0, fleet.failed_hand_overs() - failed_before)
+            failed = max(0, failed_hand_overs(launched) - failed_before)
             phases.append(Phase(mode, change, round(time.monotonic() - begun, 1), found, failed))
             say(f"{mode}, {change}: {found}")
         return phases
@@ -152,42 +156,14 @@ def starve() -> None:
             one.wait()
 
 
-class Fleet:
-    """The servers. Nobody is told of what happens to them."""
-
-    def __init__(self, prefills: Running, decodes: Running) -> None:
-        self._prefills, self._decodes = prefills, decodes
-
-    def restart_each(self, executable: Path | None) -> None:
-        """Send SIGTERM to each server, as an orchestrator does it, and start it again, maybe with another vLLM.
-
-        A prefill and a decode in turn: of two each, there is always a pair that fits.
-        """
-        for place in range(len(PREFILLS)):
-            for some in (self._prefills, self._decodes):
-                time.sleep(SETTLE_SECONDS)
-                server = some.servers[place]
-                server.shut_down()
-                spec = server.spec
-                some.bring_back(place, spec=dataclasses.replace(spec, executable=executable or spec.executable))
-        time.sleep(SETTLE_SECONDS)
-
-    def kill(self, some: Running, *places: int) -> None:
-        time.sleep(SETTLE_SECONDS)
-        for place in places:
-            some.servers[place].kill()
-        time.sleep(GONE_SECONDS)
-        some.bring_back(*places)
-        time.sleep(SETTLE_SECONDS)
-
-    def failed_hand_overs(self) -> int:
-        """Return how many hand-overs have failed, as decode servers that run now have counted."""
-        found = 0
-        for one in self._decodes.servers:
-            # Its counts have ended with a server that is away.
-            with contextlib.suppress(httpx.TransportError):
-                found += count([one], "kvcached_nixl:handover_failures_total")
-        return found
+def failed_hand_overs(launched: Running) -> int:
+    """Return how many hand-overs have failed, as decode servers that run now have counted."""
+    found = 0
+    for one in launched.servers[len(PREFILLS) :]:
+        # Its counts have ended with a server that is away.
+        with contextlib.suppress(httpx.TransportError):
+            found += count([one], "kvcached_nixl:handover_failures_total")
+    return found
 
 
 def table_of(phases: Sequence[Phase]) -> Table:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import httpx
 
-from experiments.common.client import AnswerError, Client, answers_of, http_client, read_answer
+from experiments.common.client import AnswerError, Client, HandOver, Pair, answers_of, http_client
 from experiments.common.device import PINNED, layout, nixl
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import ModelShape, make_model
@@ -143,7 +143,6 @@ class Traffic:
     """
 
     pair: Sequence[Server]
-    mode: str
     prompts: Sequence[list[int]]
     expected: list[list[int]] = field(default_factory=list)
     other: list[list[int]] = field(default_factory=list)
@@ -216,47 +215,42 @@ class Traffic:
         """Send ``count`` requests, each to D only after its lease has ended and other requests have used its blocks."""
         first = len(self.ended)
         async with http_client(4) as http:
-            prefill, decode = (Client(server.base_url, http) for server in self.pair)
+            pair = self._clients(http)
             names = [f"stale-{next(self._numbers)}" for _ in range(count)]
             which = [number % len(self.prompts) for number in range(count)]
-            held = [await self._prefill(prefill, name, self.prompts[n]) for name, n in zip(names, which, strict=True)]
+            held = [
+                await pair.prefill_only(self.prompts[n], salt=name, request_id=name)
+                for name, n in zip(names, which, strict=True)
+            ]
             await asyncio.sleep(wait_seconds)
             for number, prompt in enumerate(self.prompts[::-1]):
-                await prefill.answer(prompt, max_tokens=1, salt=f"after-{names[0]}-{number}", request_id="after")
-            for name, n, params in zip(names, which, held, strict=True):
+                await pair.prefill.answer(prompt, max_tokens=1, salt=f"after-{names[0]}-{number}", request_id="after")
+            for name, n, offer in zip(names, which, held, strict=True):
                 began = time.monotonic()
-                verdict, detail = await judged(self._decode(decode, name, n, params, began))
+                late = pair.decode_offered(offer, self.prompts[n], max_tokens=TOKENS, salt=name, request_id=name)
+                verdict, detail = await self.judged(name, n, began, late)
                 self.ended.append(Ended(verdict, OUT_OF_DATE, began, time.monotonic(), detail))
         return self.ended[first:]
 
     async def _ask(self, number: int, began: float) -> tuple[Verdict, str]:
         which, name = number % len(self.prompts), f"r-{number}"
         async with http_client(1) as http:
-            prefill, decode = (Client(server.base_url, http) for server in self.pair)
+            asked = self._clients(http).hand_over(self.prompts[which], max_tokens=TOKENS, salt=name, request_id=name)
+            return await self.judged(name, which, began, asked)
 
-            async def hand_over() -> str:
-                params = await self._prefill(prefill, name, self.prompts[which])
-                return await self._decode(decode, name, which, params, began)
+    def _clients(self, http: httpx.AsyncClient) -> Pair:
+        prefill, decode = (Client(server.base_url, http) for server in self.pair)
+        return Pair(prefill, decode, keeps_blocks=False)
 
-            return await judged(hand_over())
-
-    async def _prefill(self, prefill: Client, name: str, prompt: list[int]) -> dict[str, Any]:
-        more = {"transfer_id": name} if self.mode == "push" else {}
-        return await prefill.offer(prompt, salt=name, request_id=name, **more)
-
-    async def _decode(self, decode: Client, name: str, which: int, params: dict[str, Any], began: float) -> str:
-        """Return what is wrong with the answer; nothing if it is right."""
-        asked = {"max_tokens": TOKENS, "salt": name, "request_id": name, "kv_transfer_params": params}
-        found = read_answer(await decode.complete(self.prompts[which], **asked), TOKENS).token_ids
+    async def judged(self, name: str, which: int, began: float, asked: Awaitable[HandOver]) -> tuple[Verdict, str]:
+        """Return the verdict on the answer to a prompt, and what is wrong with it."""
+        try:
+            found = (await asked).answer.token_ids
+        except AnswerError as error:
+            return "error", str(error)
+        except httpx.HTTPError as error:
+            return "no connection", repr(error)
         right = [self.expected[which], *([self.other[which]] if began < self.other_until_seconds else [])]
-        return "" if found in right else f"{name}: found {found}; expected {' or '.join(map(str, right))}"
-
-
-async def judged(asked: Awaitable[str]) -> tuple[Verdict, str]:
-    try:
-        wrong = await asked
-    except AnswerError as error:
-        return "error", str(error)
-    except httpx.HTTPError as error:
-        return "no connection", repr(error)
-    return ("wrong", wrong) if wrong else ("right", "")
+        if found in right:
+            return "right", ""
+        return "wrong", f"{name}: found {found}; expected {' or '.join(map(str, right))}"

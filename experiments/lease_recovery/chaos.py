@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -79,27 +79,25 @@ class Told:
     seconds: float
 
 
+@dataclass
 class Chaos:
     """See the module.
 
-    Args:
+    Attributes:
         running: the pair, P and D.
         arm: of the pair. An operator pauses those over kvcached, resets their caches and changes their weights; for
             stock, answers after a change of weights, or from caches of other weights, would only be wrong.
-
-    Attributes:
         told: every request of the operator.
     """
 
-    def __init__(self, running: Running, traffic: Traffic, arm: Arm, say: Callable[[str], None]) -> None:
-        self.running = running
-        self.arm = arm
-        self.traffic = traffic
-        self.say = say
-        self.draw = random.Random(11)
-        self.recoveries: list[Recovery] = []
-        self.told: list[Told] = []
-        self._idle: list[tuple[float, int]] = []
+    running: Running
+    traffic: Traffic
+    arm: Arm
+    say: Callable[[str], None]
+    draw: random.Random = field(default_factory=lambda: random.Random(11))
+    recoveries: list[Recovery] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
+    _idle: list[tuple[float, int]] = field(default_factory=list)
 
     async def run(self, rounds: int, least_requests: int) -> None:
         """Inflict every fault ``rounds`` times in random order; end after at least ``least_requests`` requests."""
@@ -145,15 +143,9 @@ class Chaos:
         await traffic.rest()
         memory = await self._seconds_until_idle(0, 1)
         same = prefill is self.running.servers[0]
-        self.recoveries.append(
-            Recovery(
-                fault=name,
-                lasted_seconds=over - began,
-                right_seconds=None if right is None else right.ended_seconds - over,
-                memory_seconds=memory,
-                leases_ended=await _leases_ended(prefill) - ended if same else None,
-            )
-        )
+        right_seconds = None if right is None else right.ended_seconds - over
+        leases_ended = await _leases_ended(prefill) - ended if same else None
+        self.recoveries.append(Recovery(name, over - began, right_seconds, memory, leases_ended))
 
     async def _seconds_until_idle(self, *sides: int) -> float | None:
         """Return the seconds until these sides use no more blocks and pages than when idle; None if that takes longer

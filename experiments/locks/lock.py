@@ -23,6 +23,7 @@ are in common.in.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import subprocess
@@ -191,11 +192,6 @@ def cpu_wheel(torch: str) -> str | None:
     return " ".join([f"torch=={torch}+cpu", *(f"--hash=sha256:{one}" for one in hashes)]) if hashes else None
 
 
-def as_locked(target: Target) -> Pins:
-    lines = [line for file in target.files for line in (HERE / file).read_text().splitlines()]
-    return {line.partition(" --hash")[0]: line for line in lines}
-
-
 def resolve_all(uv: str, wanted: list[Target], only: list[str], *, upgrade: bool) -> None:
     """Set the pins of all targets; arguments as in `main`."""
     before = {} if upgrade else {target: [pin for file in target.files for pin in locked(file)] for target in wanted}
@@ -205,7 +201,8 @@ def resolve_all(uv: str, wanted: list[Target], only: list[str], *, upgrade: bool
     found_for: dict[Target, dict[str, Hashes]] = {}
     for target in wanted:
         if only and target.vllm not in only:
-            target.pins.update(as_locked(target))
+            lines = [line for file in target.files for line in (HERE / file).read_text().splitlines()]
+            target.pins.update({line.partition(" --hash")[0]: line for line in lines})
             continue
         print(target.own, file=sys.stderr)
         # On another vLLM's build, what that vLLM has; else what was resolved before.
@@ -214,10 +211,10 @@ def resolve_all(uv: str, wanted: list[Target], only: list[str], *, upgrade: bool
         libraries = of_torch.setdefault(target.torch, [])
         of_pythons = found_for.setdefault(target, {})
         for python in target.pythons:
-            preferred = [*libraries, *names(of_pythons), *before.get(target, ()), *others]
+            preferred = [*libraries, *itertools.chain(*of_pythons.values()), *before.get(target, ()), *others]
             of_pythons[python] = resolve(uv, target, python, preferred)
             libraries += [name for name in of_pythons[python] if OF_TORCH.match(name)]
-        resolved = [*names(of_pythons), *resolved]
+        resolved = [*itertools.chain(*of_pythons.values()), *resolved]
     for target, of_pythons in found_for.items():
         # On a Python that a vLLM does not take, it has what another one gets, so that files can be shared.
         # experiments/env.sh refuses such a Python.
@@ -229,10 +226,6 @@ def resolve_all(uv: str, wanted: list[Target], only: list[str], *, upgrade: bool
             found = found_for[other][python] if other in found_for else of_one_python(other.pins, python)
             of_pythons[python] = {name: hashes for name, hashes in found.items() if not OF_ONE_VERSION.match(name)}
         target.pins.update(merged(of_pythons))
-
-
-def names(of_pythons: dict[str, Hashes]) -> list[str]:
-    return [name for found in of_pythons.values() for name in found]
 
 
 def main(uv: str, *, upgrade: bool, only: list[str]) -> None:

@@ -19,10 +19,10 @@ import httpx
 from hostvmm.device import NAME_VARIABLE, SIZE_VARIABLE, device_info
 
 from experiments.common.counted import count, settled
-from experiments.common.device import with_extra
+from experiments.common.device import role, with_extra
 from experiments.common.pages import Sampler
 from experiments.common.report import Run
-from experiments.common.servers import Asking, Running, Server, ServerError, asks
+from experiments.common.servers import Asking, Running, Server, ServerError, ServerSpec, asks
 from experiments.shared_device.arms import BLOCK_SIZE, DEVICE_GIB, KV_BYTES_PER_TOKEN, MODELS, PULL, Arm
 from experiments.shared_device.clients import Arrival, Outcome, Received, Swell, Target, arrivals, ask, nudge, offered
 from experiments.stacks.routers import vllm_router
@@ -204,24 +204,21 @@ def run_arm(arm: Arm, asked: Mapping[str, Target], load: Sequence[Arrival], seco
         return Ran(arm.name, not_run=lines[-1][-300:] if lines else repr(error))
 
 
+class OwnPrefill(Running):
+    """Servers of several models, for each prefill and then decode, which asks that one."""
+
+    def configured(self, spec: ServerSpec) -> ServerSpec:
+        return asks(spec, self.servers[-1:]) if role(spec.name) == "kv_consumer" else spec
+
+
 def _started(
     stack: contextlib.ExitStack, arm: Arm, device_name: str, place: Path, say: Callable[[str], None]
 ) -> tuple[Engines, dict[str, str]]:
     """Start the servers of each model, and a router where decode does not ask. Returns where requests go, too."""
-    specs = {model: arm.specs(model, device_name) for model in MODELS}
-    first = stack.enter_context(Running([one for one, *_ in specs.values()], place, say))
-    decodes = [
-        asks(decode, [prefill]) if arm.asks else decode
-        for (_, *rest), prefill in zip(specs.values(), first.servers, strict=True)
-        for decode in rest
-    ]
-    second = stack.enter_context(Running(decodes, place, say))
-    ready = (first.ready(), second.ready())
-    engines = {
-        (model, side): one
-        for side, some in zip(arm.sides, ready, strict=False)
-        for model, one in zip(MODELS, some, strict=True)
-    }
+    specs = [(model, *one) for model in MODELS for one in zip(arm.sides, arm.specs(model, device_name), strict=True)]
+    start = OwnPrefill if arm.asks else Running
+    ready = stack.enter_context(start([spec for *_, spec in specs], place, say)).ready()
+    engines = {(model, side): one for (model, side, _), one in zip(specs, ready, strict=True)}
     urls = {}
     for model in MODELS:
         *prefills, last = (engines[model, side] for side in arm.sides)

@@ -1,5 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables, targets and the plot of runs; and a whole run: arms one after another, with the same requests."""
+"""What is elastic memory with prefill/decode worth to an operator?
+
+table      Two models on one device that is smaller than the sum of their peaks; their loads swell at opposite times.
+           Every arm gets the same requests at the same times, whether earlier ones were answered or not. The arms: a
+           static split with stock P/D, kvcached without P/D, kvcached's own Nixl patch, and this package: pull, push,
+           staged, without revocation (give_way_after), and behind vllm-router as the arms of others are.
+overload   One model, whose decode has little memory. Its capacity is measured; then twice as many requests come as it
+           can answer, to decode that asks and to vllm-router.
+
+Clients leave when they have no token after 15 s. Each answer is compared with that of one stock server.
+Goodput is right answers within the latency bound, a second of load. Wasted is the share of prefilled tokens whose KV no
+decode has received. Taken back counts offers that prefill revoked, again the requests that a server had to compute
+again for want of blocks. Left: clients without a token after 15 s. Retry-After: refusals with that header.
+
+Targets: no wrong answer and no request without an end with this package; its memory stays within the device; at twice
+the capacity no prefill is wasted where decode asks, and every refusal says when to try again.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +84,8 @@ def tables_of(runs: Sequence[Ran], title: str) -> list[Table]:
     speed, fate = [], []
     for ran in runs:
         if ran.not_run:
-            for rows, columns in ((speed, _SPEED), (fate, _FATE)):
-                rows.append([ran.arm, "not run", *[""] * (len(columns) - 1)])
+            speed.append([ran.arm, "not run"])
+            fate.append([ran.arm, "not run"])
             continue
         # Requests that got no token do not count here; they are among the outcomes.
         firsts = [one.first_token_seconds for one in ran.received if one.first_token_seconds is not None]

@@ -1,6 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the stacks, each with one transfer mode: everything asked once, then engines are ended and brought back under
-load. Tables, and the targets."""
+"""Do other projects' stacks get right answers from a prefill and a decode server with kvcached, and errors when prefill
+dies?
+
+Starts one prefill and one decode engine in each stack's own way, with its own router, unchanged. Asks for completions
+and chats, streamed and not, and for calls of a tool, eight at a time, through the official OpenAI client. Every answer
+is compared with that of one stock instance, and vLLM's own counter says how many requests got their KV from prefill.
+Then prefill is killed under load, comes back, and as many other prompts are asked.
+Ray and Dynamo are run with vLLM 0.28.0. production-stack is on no package index: set PRODUCTION_STACK to a checkout.
+What else they need is installed on first use: up to 470 MB.
+
+Targets: for each stack and transfer mode:
+  every answer is that of one stock instance; KV is handed over for each request
+  no wrong answer and none without an end while prefill dies and comes back; errors are allowed, also on streams, but a
+  stream does not just break off
+  right answers again within 60 s of prefill's return.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +24,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -107,8 +123,8 @@ def measure(
     with stack.deploy(specs, logs / words.replace(" ", "-"), say) as deployment:
         url = deployment.url
 
-        def meanwhile(trouble: Callable[[Deployment], None], what: str) -> list[Judged]:
-            found = asyncio.run(traffic.meanwhile(url, list(before.items()), lambda: trouble(deployment)))
+        def meanwhile(trouble: Callable[[], None], what: str) -> list[Judged]:
+            found = asyncio.run(traffic.meanwhile(url, list(before.items()), trouble))
             say(f"{words}, {what}: {traffic.counted(found)}")
             return found
 
@@ -117,9 +133,11 @@ def measure(
         calm = traffic.counted(answers)
         hand_overs = since(known, deployment.hand_overs, len(before))
         say(f"{words}: {calm.get(Verdict.RIGHT.value, 0)} of {len(before)} right, {hand_overs} hand-overs")
-        killed = meanwhile(_kill_and_replace, "prefill killed")
+        prefill = next(one for one in deployment.engines if "prefill" in one)
+        killed = meanwhile(partial(kill, deployment, prefill), "prefill killed")
         recovered_seconds = asyncio.run(_recovered(url, before))
-        restarted = meanwhile(_restart_each, "every engine restarted") if engines_per_role > 1 else []
+        each = partial(restart_each, deployment, deployment.engines)
+        restarted = meanwhile(each, "every engine restarted") if engines_per_role > 1 else []
         known = settled(deployment.hand_overs)
         others = asyncio.run(traffic.many(url, then))
         hand_overs_after = since(known, deployment.hand_overs, len(then))
@@ -143,20 +161,23 @@ def measure(
     )
 
 
-def _kill_and_replace(deployment: Deployment) -> None:
+def kill(deployment: Deployment, *engines: str, seconds: float = SETTLE_SECONDS) -> None:
+    """Kill engines, and bring them back after some seconds, in which requests count in the figures, too."""
     time.sleep(SETTLE_SECONDS)
-    prefill = next(one for one in deployment.engines if "prefill" in one)
-    deployment.kill(prefill)
-    # Requests of these seconds, without a prefill engine, count in the figures too.
-    time.sleep(SETTLE_SECONDS)
-    deployment.restore(prefill)
+    for engine in engines:
+        deployment.kill(engine)
+    time.sleep(seconds)
+    for engine in engines:
+        deployment.restore(engine)
 
 
-def _restart_each(deployment: Deployment) -> None:
-    for engine in deployment.engines:
+def restart_each(deployment: Deployment, engines: Sequence[str], **changed: Any) -> None:
+    """Restart engines one after another, as an operator does; ``changed`` are fields of their configurations."""
+    for engine in engines:
         time.sleep(SETTLE_SECONDS)
         deployment.restart(engine)
-        deployment.restore(engine)
+        deployment.restore(engine, **changed)
+    time.sleep(SETTLE_SECONDS)
 
 
 async def _recovered(url: str, expected: dict[Request, Answer]) -> float | None:

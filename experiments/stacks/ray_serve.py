@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray Serve LLM: replicas of a prefill and of a decode deployment, which Ray starts, names and restarts itself."""
+"""Ray Serve LLM: replicas of a prefill and of a decode deployment, which Ray starts, names and restarts itself.
+
+``python -m experiments.stacks.ray_serve CONFIG`` is the process that runs it, until SIGTERM or until its parent ends.
+CONFIG is a JSON file: ``port``, ``metrics_port``, ``status``, and the arguments of ``build_pd_openai_app`` as ``app``.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +42,26 @@ from experiments.stacks.routers import STOP_SECONDS, running_router
 START_SECONDS, RESTART_SECONDS = 400.0, 180.0
 HAND_OVERS = "ray_vllm_nixl_xfer_time_seconds_count"
 """vLLM's counter as Ray exports it."""
+LOOKED_SECONDS = 0.2
 TITLE = "ray::ServeReplica:default:{deployment}"
 
 
+@dataclass
 class RayServe:
-    """Has what `deployment.Servers` has."""
+    """Has what `routers.Servers` has."""
 
-    def __init__(
-        self, process: psutil.Process, url: str, metrics_port: int, status: Path, roles: Sequence[str]
-    ) -> None:
-        self.url = url
-        self.engines: Sequence[str] = [
-            f"{role}-{number}" for role, count in Counter(roles).items() for number in range(count)
-        ]
-        self._process, self._metrics_port, self._status = process, metrics_port, status
-        self._lines_before_kill = 0
+    process: psutil.Process
+    url: str
+    metrics: str
+    status: Path
+    engines: Sequence[str]
+    lines_before_kill: int = 0
 
     def hand_overs(self) -> Counters:
-        return counters([f"http://{HOST}:{self._metrics_port}/metrics"], HAND_OVERS)
+        return counters([self.metrics], HAND_OVERS)
 
     def kill(self, engine: str) -> None:
-        self._lines_before_kill = len(self._found())
+        self.lines_before_kill = len(self._found())
         replica = self._replicas(engine)[0]
         for one in [replica, *replica.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -69,7 +74,7 @@ class RayServe:
         deployment, deadline = _deployment(engine), time.monotonic() + RESTART_SECONDS
         wanted = sum(_deployment(one) == deployment for one in self.engines)
         while True:
-            counts = [line[deployment] for line in self._found()[self._lines_before_kill :]]
+            counts = [line[deployment] for line in self._found()[self.lines_before_kill :]]
             if counts and counts[-1] == wanted:
                 return
             if time.monotonic() > deadline:
@@ -80,12 +85,12 @@ class RayServe:
             time.sleep(0.1)
 
     def _found(self) -> list[dict[str, int]]:
-        return [json.loads(line) for line in self._status.read_text().splitlines()]
+        return [json.loads(line) for line in self.status.read_text().splitlines()]
 
     def _replicas(self, engine: str) -> list[psutil.Process]:
         title = TITLE.format(deployment=_deployment(engine))
         found = []
-        for one in self._process.children(recursive=True):
+        for one in self.process.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "".join(one.cmdline()[:1]).startswith(title):
                     found.append(one)
@@ -119,14 +124,15 @@ def ray_serve(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Ray
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [sys.executable, str(Path(__file__).with_name("ray_app.py")), str(config)]
+    command = [sys.executable, "-m", "experiments.stacks.ray_serve", str(config)]
     log = logs / "stack.log"
     with running_router(
         command, log, lambda: bool(status.read_text()), "its replicas to run", environ, START_SECONDS
     ) as process:
         root = psutil.Process(process.pid)
         try:
-            yield RayServe(root, f"http://{HOST}:{port}", metrics_port, status, roles)
+            engines = [f"{role}-{number}" for role, count in counts.items() for number in range(count)]
+            yield RayServe(root, f"http://{HOST}:{port}", f"http://{HOST}:{metrics_port}/metrics", status, engines)
         finally:
             # Ray's daemons are in sessions of their own.
             all_of_it = root.children(recursive=True)
@@ -177,3 +183,41 @@ def as_keywords(arguments: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             found[name] = value
     return found
+
+
+def serve_app(config: dict[str, object], ends: threading.Event) -> None:
+    """Run the app. Whenever that changes, add a line to the file ``status``: how many replicas each deployment has."""
+    import ray
+    from ray import serve
+    from ray.serve.llm import build_pd_openai_app
+
+    # Actors are placed by what they ask for, not by what they use.
+    ray.init(
+        "local",
+        num_cpus=32,
+        include_dashboard=False,
+        object_store_memory=200_000_000,
+        _metrics_export_port=config["metrics_port"],
+        # Its default is 10 s: counters would be read too early.
+        _system_config={"metrics_report_interval_ms": 500},
+        _node_ip_address=HOST,
+    )
+    serve.start(http_options={"host": HOST, "port": config["port"]}, proxy_location="HeadOnly")
+    serve.run(build_pd_openai_app(config["app"]), blocking=False)
+    before, parent = None, os.getppid()
+    with Path(str(config["status"])).open("a") as status:
+        while os.getppid() == parent and not ends.wait(LOOKED_SECONDS):
+            (application,) = serve.status().applications.values()
+            found = {name: one.replica_states.get("RUNNING", 0) for name, one in application.deployments.items()}
+            if found != before:
+                before = found
+                status.write(json.dumps(found) + "\n")
+                status.flush()
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    serve_app(json.loads(Path(sys.argv[1]).read_text()), ended)

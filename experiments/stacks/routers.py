@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from experiments.common.client import is_up
 from experiments.common.counted import Counters, counters
@@ -185,9 +187,11 @@ class Servers:
         """End an engine as an operator does, where the stack can; `restore` brings it back."""
         self._launched.servers[self.engines.index(engine)].shut_down()
 
-    def restore(self, engine: str) -> None:
-        """Return when a new engine serves in place of the one that was ended last; raises ServerError if none came."""
-        self._launched.bring_back(self.engines.index(engine))
+    def restore(self, engine: str, **changed: Any) -> None:
+        """Return when a new engine serves in place of one that was ended; raises ServerError if none came. ``changed``:
+        fields of its configuration."""
+        place = self.engines.index(engine)
+        self._launched.bring_back(place, spec=replace(self._launched.servers[place].spec, **changed))
 
 
 @contextlib.contextmanager

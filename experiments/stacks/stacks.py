@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -27,7 +28,7 @@ from experiments.common.servers import (
 from experiments.stacks import routers, traffic
 from experiments.stacks.environments import Say, overlay
 from experiments.stacks.ray_serve import RayServe, ray_serve
-from experiments.stacks.routers import Router, Servers, alone, behind, running_router
+from experiments.stacks.routers import Servers, alone, behind, running_router
 
 Deployment = Servers | RayServe
 Deploy = Callable[[Sequence[ServerSpec], Path, Say], AbstractContextManager[Deployment]]
@@ -69,13 +70,10 @@ class Stack:
         return ""
 
 
-def _before(router: Router, *, engine_ids_are_fixed: bool = False) -> Deploy:
-    def deploy(specs: Sequence[ServerSpec], logs: Path, say: Say) -> AbstractContextManager[Deployment]:
-        if engine_ids_are_fixed:
-            specs = [replace(one, kv_transfer={**(one.kv_transfer or {}), "engine_id": one.name}) for one in specs]
-        return behind(router, specs, logs, say)
-
-    return deploy
+def _push_demo(specs: Sequence[ServerSpec], logs: Path, say: Say) -> AbstractContextManager[Servers]:
+    """Servers whose engines have the ids that the demo's arguments name."""
+    fixed = [replace(one, kv_transfer={**(one.kv_transfer or {}), "engine_id": one.name}) for one in specs]
+    return behind(routers.push_demo, fixed, logs, say)
 
 
 @dataclass(frozen=True)
@@ -139,17 +137,17 @@ def _knows_model(url: str) -> bool:
 
 STACKS: tuple[Stack, ...] = (
     Stack("none: decode asks prefill", "this package", alone, most_engines=1),
-    Stack("vllm-router", "0.1.17", _before(routers.vllm_router), asks_both_at_once=("push",)),
+    Stack("vllm-router", "0.1.17", partial(behind, routers.vllm_router), asks_both_at_once=("push",)),
     Stack("Ray Serve LLM", "2.58.1", ray_serve, vllm="0.28.0"),
     Stack("Dynamo", "1.5.1", dynamo, constrains_tools_itself=True, vllm="0.28.0"),
-    Stack("vLLM's toy proxy", "0.28.0", _before(routers.toy_proxy)),
+    Stack("vLLM's toy proxy", "0.28.0", partial(behind, routers.toy_proxy)),
     Stack(
         "vLLM's push demo",
         "0.28.0",
-        _before(routers.push_demo, engine_ids_are_fixed=True),
+        _push_demo,
         modes=("push",),
         asks_both_at_once=("push",),
         most_engines=1,
     ),
-    Stack("production-stack", "a6c01db0", _before(routers.production_stack), needs=routers.PRODUCTION_STACK),
+    Stack("production-stack", "a6c01db0", partial(behind, routers.production_stack), needs=routers.PRODUCTION_STACK),
 )

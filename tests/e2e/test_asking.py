@@ -16,7 +16,7 @@ import pytest
 from experiments.common.client import Client, http_client
 from experiments.common.counted import count
 from experiments.common.device import with_extra
-from experiments.common.servers import Asking, Running, Server, asking
+from experiments.common.servers import Asking, Running, Server
 from experiments.lease_recovery.arms import PULL, PUSH, Arm, prompts
 
 TOKENS = 12
@@ -31,8 +31,8 @@ def asked(
     assert decode.kv_transfer is not None
     decode = dataclasses.replace(decode, kv_transfer=with_extra(decode.kv_transfer, extra))
     names = [dataclasses.replace(prefill, name=f"{prefill.name}{number}") for number in range(prefills)]
-    with asking(names, decode, logs) as found:
-        yield found
+    with Asking([*names, decode], logs) as found:
+        yield found, found.ready()[-1]
 
 
 def prompt_tokens(server: Server) -> int:
@@ -127,8 +127,8 @@ def test_data_parallel_ranks_and_two_api_servers(
         for one, ranks in ((prefill, prefill_ranks), (decode, decode_ranks))
     )
     decode = dataclasses.replace(decode, http_arguments=("--api-server-count", "2"))
-    with asking([prefill], decode, tmp_path) as (prefills, asks):
-        asyncio.run(run(prefills.servers[0], asks))
+    with Asking([prefill, decode], tmp_path) as running:
+        asyncio.run(run(*running.ready()))
 
 
 def test_a_request_that_waits_too_long_is_refused_before_its_answer_begins(tmp_path: Path) -> None:

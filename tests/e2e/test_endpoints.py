@@ -23,7 +23,7 @@ from support.feature_models import CHAT_TEMPLATE, chat_model, spec
 from vllm.entrypoints.scale_out import factories
 
 from experiments.common.counted import count
-from experiments.common.servers import Running, Server, ServerSpec, asking
+from experiments.common.servers import Asking, Running, Server, ServerSpec
 
 SCRIPT = Path(__file__).parents[1] / "support" / "batch_script.py"
 SECONDS = 90.0
@@ -66,9 +66,10 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     with (
         Running([serving("alone", None)], logs) as alone,
-        asking([serving("prefill", request.param)], serving("decode", request.param), logs) as (prefills, decode),
+        Asking([serving(name, request.param) for name in ("prefill", "decode")], logs) as asked,
     ):
-        yield Servers(prefills.servers[0], decode, alone.ready()[0])
+        prefill, decode = asked.ready()
+        yield Servers(prefill, decode, alone.ready()[0])
 
 
 def client() -> httpx.AsyncClient:

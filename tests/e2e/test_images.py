@@ -31,7 +31,7 @@ from support.feature_models import IMAGE_SIZE, SHAPE, chat_model, spec, vision_m
 from experiments.common.counted import count, hand_overs
 from experiments.common.device import with_extra
 from experiments.common.families import stand_ins
-from experiments.common.servers import Server, asking, running
+from experiments.common.servers import Asking, Server, running
 from kvcached_nixl.wire.question import ASKED_PATH
 
 has_images = pytest.mark.skipif(
@@ -118,10 +118,11 @@ def asked(mode: str, folders: Sequence[Path], logs: Path, *arguments: str) -> It
     )
     assert decode.kv_transfer is not None
     extra = with_extra(decode.kv_transfer, {"prefill_required": True, "accept_kv_transfer_params": True})
-    with asking([prefill], dataclasses.replace(decode, kv_transfer=extra), logs) as (prefills, server):
-        yield prefills.servers[0], server
-        server.check_alive()
-        prefills.servers[0].check_alive()
+    with Asking([prefill, dataclasses.replace(decode, kv_transfer=extra)], logs) as launched:
+        servers = launched.ready()
+        yield servers[0], servers[1]
+        for one in servers:
+            one.check_alive()
 
 
 @has_images

@@ -101,7 +101,7 @@ def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, successors: 
     with Running([named(specs[0], successors[0]), specs[1]], tmp_path) as running:
         prefill, decode = running.ready()
         rest = mapped_bytes(decode)
-        traffic = Traffic(running.servers, arm.mode, prompts(12))
+        traffic = Traffic(running.servers, prompts(12))
         asyncio.run(before(traffic))
         if arm is PULL:
             asyncio.run(shrunk(traffic, prefill, decode))

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of the package `
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the package `support`
 from support.shapes.fixture import SERIES, load, make, missing, save, verdicts
 
-from experiments.common.vllm_source import open_source
+from experiments.common.vllm_python import open_source
 from kvcached_nixl.vllm.adapter.versions import ROWS, row_of
 
 

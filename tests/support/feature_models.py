@@ -190,11 +190,11 @@ def vision_model(folder: Path) -> Path:
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
             if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=drawn) * SHAPE.deviation)
+                parameter.copy_(torch.randn(parameter.shape, generator=drawn) * models.DEVIATION)
     model.to(torch.bfloat16).save_pretrained(folder)
     # As real checkpoints have it; each transformers writes it in another form.
     (folder / "config.json").write_text(json.dumps(values))
-    models.write_tokenizer(SHAPE, folder)
+    models.write_tokenizer(SHAPE.vocabulary, SHAPE.max_positions, folder)
     _name_tokens(folder, tuple(MEDIA_TOKENS.values()))
     (folder / "preprocessor_config.json").write_text(
         json.dumps(

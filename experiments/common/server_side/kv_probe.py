@@ -26,6 +26,7 @@ from kv_blocks import (
     parts,
     swap_groups,
 )
+from kv_times import KvTimes
 from packaging.version import Version
 
 # The kernel ends (SIGILL) a process that uses AMX tiles without requesting them first. For vLLM's CPU attention,
@@ -207,12 +208,23 @@ def _ids(groups: Any) -> BlockIds:
     return [list(group.block_ids) for group in groups]
 
 
-class KvProbe:
+class KvProbe(KvTimes):
     """Methods that vLLM mixes into its worker class; every name starts with ``kv_probe_`` to collide with nothing."""
 
     # Set by vLLM's worker.
     model_runner: Any
     vllm_config: Any
+
+    @property
+    def _kv_probe_connector(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()
+
+    @property
+    def _kv_probe_side(self) -> Any:
+        """This package's worker facade; None where another connector serves."""
+        return vars(self._kv_probe_connector).get(SIDE)
 
     def _kv_probe_groups(self) -> list[list[Cache]]:
         """Return the tensors attention uses, per KV-cache group and in layer order."""
@@ -248,9 +260,7 @@ class KvProbe:
 
     def kv_probe_arm(self) -> dict[str, Any]:
         """Start recording what this server receives and pushes. Idempotent."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        connector = get_kv_transfer_group()
+        connector = self._kv_probe_connector
         first, last = step_methods()
         if not isinstance(getattr(getattr(connector, last), "__self__", None), Recorder):
             agent = connector.connector_worker.nixl_wrapper
@@ -263,9 +273,7 @@ class KvProbe:
         return {"connector": type(connector).__qualname__}
 
     def _kv_probe_recorder(self) -> Recorder:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        recorder = getattr(getattr(get_kv_transfer_group(), step_methods()[1]), "__self__", None)
+        recorder = getattr(getattr(self._kv_probe_connector, step_methods()[1]), "__self__", None)
         if not isinstance(recorder, Recorder):
             raise ProbeError("the recorder is not armed; call kv_probe_arm first.")
         return recorder

@@ -21,7 +21,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from experiments.common.vllm_source import Source
+from experiments.common.vllm_python import Source
 from kvcached_nixl.errors import ContractChanged
 from kvcached_nixl.patching import Patch, Target
 from kvcached_nixl.patching.patch import find_seat, locate

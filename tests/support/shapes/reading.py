@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from experiments.common.vllm_source import Source
+from experiments.common.vllm_python import Source
 
 __all__ = ["Body", "Call", "Reader"]
 

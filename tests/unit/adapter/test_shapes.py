@@ -23,7 +23,7 @@ from support.shapes.fixture import SERIES, VLLM_PATCHES, load, make, missing, tr
 from support.shapes.reads import READS
 
 import kvcached_nixl
-from experiments.common.vllm_source import open_source
+from experiments.common.vllm_python import open_source
 from kvcached_nixl.vllm.adapter.versions import ROWS
 
 PACKAGE = Path(kvcached_nixl.__file__).parent

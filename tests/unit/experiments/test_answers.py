@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
@@ -16,8 +16,9 @@ pytest.importorskip("openai", reason="needs an environment: bash experiments/env
 
 import openai
 
-from experiments.common.client import AnswerError, Client
-from experiments.lease_recovery.arms import TOKENS, Traffic, judged
+from experiments.common import client
+from experiments.common.client import AnswerError, HandOver
+from experiments.lease_recovery.arms import TOKENS, Traffic
 from experiments.stacks import traffic
 from experiments.stacks.traffic import Answer, Verdict
 
@@ -35,17 +36,15 @@ ANSWER = Answer("abc", (-1.0, -2.0, -3.0), "length")
     ],
 )
 def test_what_an_answer_counts_as(answer: Any, verdict: str) -> None:
-    class Server:
-        async def complete(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            if isinstance(answer, Exception):
-                raise answer
-            logprobs = {"token_logprobs": [0.0] * TOKENS, "top_logprobs": [{}] * TOKENS}
-            return {"choices": [{"token_ids": answer, "logprobs": logprobs}]}
+    async def hand_over() -> HandOver:
+        if isinstance(answer, Exception):
+            raise answer
+        return HandOver(client.Answer(answer, []), "r-0")
 
-    told = Traffic((), "pull", [[3]], [[1, *PADDING]])
+    told = Traffic((), [[3]], [[1, *PADDING]])
 
     def asked(began: float) -> tuple[str, str]:
-        return asyncio.run(judged(told._decode(cast(Client, Server()), "r-0", 0, {}, began)))
+        return asyncio.run(told.judged("r-0", 0, began, hand_over()))
 
     found, detail = asked(5.0)
     assert found == verdict and bool(detail) is (verdict != "right")

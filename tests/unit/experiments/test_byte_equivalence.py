@@ -20,7 +20,6 @@ from experiments.byte_equivalence.compare import (
     Check,
     Difference,
     Expected,
-    Observation,
     catches,
     compare_answers,
     compare_groups,
@@ -44,11 +43,11 @@ DIGESTS = ["a", "b", "c"]
 THREE = [Expected(3, 3, 3)]
 
 
-def seen(received: list[str] | None, *, sent: list[str] = DIGESTS, remote: list[int] | None = None) -> Observation:
+def seen(received: list[str] | None, *, sent: list[str] = DIGESTS, remote: list[int] | None = None) -> HandOver:
     """Return a hand-over of three blocks of which D received ``received`` (None: no record of a transfer)."""
     ids = list(range(len(sent)))
     record: dict[str, Any] = {"remote_block_ids": [ids if remote is None else remote], "digests": [received]}
-    return Observation(HandOver(ANSWER, "r", [ids], [list(sent)]), None if received is None else record)
+    return HandOver(ANSWER, "r", [ids], [list(sent)], None if received is None else record)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_a_tie_that_rounding_decides_ends_the_comparison(gap: float, is_tie: boo
     ],
 )
 def test_what_was_received_is_what_was_sent(
-    observation: Observation, blocks: int, fewest: int, expected: list[str]
+    observation: HandOver, blocks: int, fewest: int, expected: list[str]
 ) -> None:
     found = compare_groups("p", observation, [Expected(blocks, blocks, fewest)])
     assert [one.aspect for one in found] == expected
@@ -111,14 +110,14 @@ def test_a_corruption_is_caught_by_bytes_and_by_output() -> None:
     """The two ways to catch one are told apart."""
     damaged = seen(["a", "b", "x"])
     moved = replace(ANSWER, token_ids=[5, 6, 8])
-    both = replace(damaged, hand_over=replace(damaged.hand_over, answer=moved))
+    both = replace(damaged, answer=moved)
     assert catches("p", ANSWER, both, THREE, tolerance=0.0) == (["blocks"], ["tokens"])
     assert catches("p", ANSWER, damaged, THREE, tolerance=0.0) == (["blocks"], [])
 
 
 def test_senders_are_compared_over_full_blocks_only() -> None:
     """The unused end of a tail block holds whatever was there before."""
-    ours, tail, start = (seen([], sent=list(sent)).hand_over for sent in ("abc", "abx", "xbc"))
+    ours, tail, start = (seen([], sent=list(sent)) for sent in ("abc", "abx", "xbc"))
     assert compare_senders("p", ours, tail, full_blocks=2) == []
     assert compare_senders("p", ours, start, full_blocks=2)
 
@@ -126,11 +125,11 @@ def test_senders_are_compared_over_full_blocks_only() -> None:
 def test_what_p_sent_is_taken_from_its_records_where_the_client_could_not_look() -> None:
     """D was asked first: P's blocks are free when its answer comes."""
     pushed = {"transfer": "r", "block_ids": [[4]], "digests": [["a"]]}
-    unseen = replace(seen([]).hand_over, sent_block_ids=[], sent_digests=[])
+    unseen = replace(seen([]), sent_block_ids=[], sent_digests=[])
     looked_at = replace(unseen, sent_block_ids=[[1]], sent_digests=[["b"]])
     matched = match_records([unseen, looked_at], [], [pushed])
-    assert [one.hand_over.sent_digests for one in matched] == [[["a"]], [["b"]]]
-    assert matched[0].hand_over.sent_block_ids == [[4]]
+    assert [one.sent_digests for one in matched] == [[["a"]], [["b"]]]
+    assert matched[0].sent_block_ids == [[4]]
 
 
 def test_a_block_of_two_ranks_is_equal_where_both_parts_are() -> None:

@@ -8,21 +8,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.script_loading import load_script
 
-from experiments.common.vllm_source import Source
-
-SCRIPT = Path(__file__).parents[3] / "experiments" / "common" / "vllm_python.py"
-script = load_script("experiments_vllm_python", SCRIPT)
+from experiments.common import vllm_python as script
 
 NEW = {"vllm/__init__.py": "version = 2\n", "vllm/v1/core.py": "new = True\n"}
 
 
-def source(folder: Path, files: dict[str, str]) -> Source:
+def source(folder: Path, files: dict[str, str]) -> script.Source:
     with zipfile.ZipFile(folder / "wheel.zip", "w") as wheel:
         for name, text in {**files, "vllm/_C.abi3.so": "of a GPU"}.items():
             wheel.writestr(name, text)
-    return Source("2.0.0", zipfile.ZipFile(folder / "wheel.zip"))
+    return script.Source("2.0.0", zipfile.ZipFile(folder / "wheel.zip"))
 
 
 @pytest.fixture

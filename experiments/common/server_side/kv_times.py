@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that times steps, transfers and copies.
+"""Times steps, transfers and copies; for `kv_probe`, in the worker process.
 
 Times are from the machine's monotonic clock, which all its processes share. Needs an executor that runs the worker in
 the engine's process.
@@ -10,23 +10,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kv_probe import KvProbe
 
+class KvTimes:
+    """Methods of `KvProbe`, which hook the connector's instance, as its others do."""
 
-def _connector() -> Any:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return get_kv_transfer_group()
-
-
-def _side() -> Any:
-    """Return this package's worker facade; None where another connector serves."""
-    return vars(_connector()).get("_kvcached_nixl")
-
-
-class BenchProbe(KvProbe):
-    """Runs in the worker process, between two engine steps; hooks the connector's instance, as KvProbe does."""
-
+    # Set by KvProbe.
+    _kv_probe_connector: Any
+    _kv_probe_side: Any
     _times: dict[str, float]
     _copied_seconds: list[float]
 
@@ -34,7 +24,7 @@ class BenchProbe(KvProbe):
         """Start recording the end of every step and of every receive. Idempotent."""
         if hasattr(self, "_times"):
             return {}
-        connector = _connector()
+        connector = self._kv_probe_connector
         wait_for_save, get_finished = connector.wait_for_save, connector.get_finished
         self._times = times = {"computed": 0.0, "received": 0.0, "freed": 0.0}
 
@@ -45,7 +35,7 @@ class BenchProbe(KvProbe):
 
         def timed_get_finished(*args: Any) -> Any:
             found = get_finished(*args)
-            side = _side()
+            side = self._kv_probe_side
             if found[1] or (side is not None and side._report.ended):
                 times["received"] = time.monotonic()
             return found
@@ -71,7 +61,7 @@ class BenchProbe(KvProbe):
             return free(*args)
 
         KVCacheManager.free = timed_free
-        staging = _side().thread._context.staging
+        staging = self._kv_probe_side.thread._context.staging
         if staging is None:
             return {"staged": False}
 
