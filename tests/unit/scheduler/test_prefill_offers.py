@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 from support.clocks import ManualClock
-from support.engine_fakes import (
-    PATIENCE,
-    TOKENS,
-    Asked,
-    Pool,
-    context,
-    of_prefill,
-    with_states,
-)
+from support.engine_fakes import PATIENCE, TOKENS, Asked, Pool, context, of_prefill, with_states
 
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.engine import Progress

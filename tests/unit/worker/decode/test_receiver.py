@@ -13,15 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.clocks import ManualClock
 from support.internals import leftovers, num_open, writers_of
-from support.worker_fakes import (
-    BLOCK_SIZE,
-    DIGEST,
-    Local,
-    Remote,
-    address,
-    manifest,
-    wanted,
-)
+from support.worker_fakes import BLOCK_SIZE, DIGEST, Local, Remote, address, manifest, wanted
 
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.settings import TransferMode
@@ -29,15 +21,7 @@ from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
-from kvcached_nixl.wire.messages import (
-    Registration,
-    Release,
-    StagingRequest,
-    Stopped,
-    Withdrawal,
-    Written,
-    decode,
-)
+from kvcached_nixl.wire.messages import Registration, Release, StagingRequest, Stopped, Withdrawal, Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, UnneededOffer
 from kvcached_nixl.worker.decode.fencing import (
