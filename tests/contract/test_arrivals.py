@@ -23,7 +23,7 @@ from support.nodes import (
     core_request,
     prompt,
 )
-from support.transports import until
+from support.waiting import until
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256

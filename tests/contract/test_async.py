@@ -26,7 +26,7 @@ from support.nodes import (
     nodes,
 )
 from support.nodes import AsyncNode as Node
-from support.transports import until
+from support.waiting import until
 
 
 @pytest.fixture(params=["", "kv_both"], ids=["own roles", "both roles"])

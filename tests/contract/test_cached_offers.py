@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.nodes import BLOCK_SIZE, DECODE_ID, PREFILL_ID, PROMPT, Node, core_request, prompt
-from support.transports import until
+from support.waiting import until
 from vllm.lora.request import LoRARequest
 
 from kvcached_nixl.scheduler.prefill_offers import OfferRequest

@@ -24,7 +24,7 @@ import torch
 from support.groups_node import GroupsNode, runs_rightly
 from support.nodes import DECODE_FILLING, DECODE_ID, PREFILL_FILLING, PREFILL_ID, RESERVED, SEND, nodes, prompt
 from support.planting import Faults, nothing
-from support.transports import until
+from support.waiting import until
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.scheduler.fetch_request import FetchRequest

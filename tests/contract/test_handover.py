@@ -33,7 +33,7 @@ from support.nodes import (
     mover,
     same,
 )
-from support.transports import until
+from support.waiting import until
 from vllm.utils.network_utils import get_ip
 from vllm.v1.request import RequestStatus
 

@@ -28,7 +28,7 @@ from support.nodes import (
     same,
 )
 from support.odd_connectors import Shelf
-from support.transports import until
+from support.waiting import until
 
 from kvcached_nixl.transport.agent import Transport
 from kvcached_nixl.wire.causes import FailureCause

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from support.nodes import CHUNK, DECODE_FILLING, DECODE_ID, NAME, PREFILL_FILLING, PREFILL_ID, SEND, Node
-from support.transports import until
+from support.waiting import until
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 

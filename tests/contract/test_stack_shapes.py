@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.nodes import DECODE_FILLING, PREFILL_FILLING, RESERVED, Node, nodes
-from support.transports import until
+from support.waiting import until
 
 SHAPES = sorted((Path(__file__).parent / "stack_shapes").glob("*.json"))
 HOST = "localhost"

@@ -26,7 +26,7 @@ from support.nodes import (
     nodes,
     prompt,
 )
-from support.transports import until
+from support.waiting import until
 from vllm.v1.outputs import ModelRunnerOutput
 
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has

@@ -30,7 +30,7 @@ from support.nodes import (
     nodes,
     prompt,
 )
-from support.transports import until
+from support.waiting import until
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher

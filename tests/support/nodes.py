@@ -52,7 +52,7 @@ from support.attention_engines import ERAS, engine_of, vllm_log_to
 from support.internals import attempts_of, context_of, leases_of, matcher_of, receiver_of, registry_of, report_of
 from support.kvcached_memory import Geometry
 from support.stock_pair import Engine, single_process_group
-from support.transports import until
+from support.waiting import until
 
 # More blocks than were planned, as kvcached reserves them.
 RESERVED = Geometry(

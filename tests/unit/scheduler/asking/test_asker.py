@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from support.internals import leftovers
-from support.transports import until
+from support.waiting import until
 
 from kvcached_nixl.scheduler.asking import asker as module
 from kvcached_nixl.scheduler.asking.asker import Asker, taken
