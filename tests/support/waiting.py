@@ -14,11 +14,12 @@ def until(found: Callable[[], Any], otherwise: Any = "it takes too long", second
     """Polls ``found``, and returns its first true result.
 
     Raises:
-        AssertionError: there was none in so many seconds; it says ``otherwise``, or what that returns then.
+        TimeoutError: there was none in so many seconds; it says ``otherwise``, or what that returns then.
     """
     pause, deadline = 0.001, time.monotonic() + seconds
     while not (answer := found()):
-        assert time.monotonic() < deadline, otherwise() if callable(otherwise) else otherwise
+        if time.monotonic() > deadline:
+            raise TimeoutError(otherwise() if callable(otherwise) else otherwise)
         time.sleep(pause)
         pause = min(1.5 * pause, 0.05)
     return answer
