@@ -20,24 +20,14 @@ from support.nodes import (
     PROMPT,
     SEND,
     Node,
-    all_free,
-    asked,
-    computed_alone,
-    core_around,
     core_request,
-    looked_up,
-    prefilled,
     prompt,
-    rest,
-    served,
-    until_both,
 )
-from support.transports import until
+from support.waiting import until
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
@@ -46,15 +36,9 @@ from kvcached_nixl.vllm.adapter import requests
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, HAS_CLIENTS_KEY
 
 
-def enter(node: Node, request: EngineCoreRequest) -> None:
-    """What vLLM's engine does with a request that comes from an API server."""
-    core = core_around(node)
-    core.add_request(*core.preprocess_add_request(request))
-
-
 def reject(node: Node, request_id: str, params: dict[str, Any]) -> None:
     """What an API server sends for a request that it has rejected (``notify_kv_transfer_request_rejected``)."""
-    enter(node, core_request(request_id, params, abort_immediately=True))
+    node.enter(core_request(request_id, params, abort_immediately=True))
 
 
 def test_stop_tokens_that_the_model_does_not_have_stop_nothing(pair: tuple[Node, Node]) -> None:
@@ -64,7 +48,7 @@ def test_stop_tokens_that_the_model_does_not_have_stop_nothing(pair: tuple[Node,
     request = core_request(PREFILL_ID)
     stops = [size - 1, size, 1_000_000, 2**40, -1]
     request.sampling_params = SamplingParams(max_tokens=4, min_tokens=1, stop_token_ids=stops)
-    enter(node, request)
+    node.enter(request)
     found = node.scheduler.requests[PREFILL_ID].sampling_params
     assert found.stop_token_ids == [size - 1] and found.all_stop_token_ids == {size - 1}
 
@@ -74,7 +58,7 @@ def test_embeddings_are_hashed_before_their_request_is_on_the_engine_s_thread(
 ) -> None:
     """64 MiB take 72 ms, and every other request would wait. vLLM hashes them for its prefix cache there, too."""
     node, _ = pair
-    core, request = core_around(node), core_request(PREFILL_ID, SEND)
+    core, request = node.core, core_request(PREFILL_ID, SEND)
     request.prompt_token_ids, request.prompt_embeds = None, torch.zeros(PROMPT, 8)
     made = core.preprocess_add_request(request)
     monkeypatch.setattr(requests, "Embeddings", None)
@@ -95,7 +79,7 @@ def test_an_adapter_that_was_loaded_anew_is_not_loaded_by_each_of_its_requests(
     def ask() -> None:
         request = core_request(f"cmpl-lora-0-{len(found)}aaaaaaa")
         request.lora_request = adapter
-        enter(node, request)
+        node.enter(request)
         found.append(node.scheduler.requests[request.request_id].lora_request.load_inplace)
 
     def load() -> None:
@@ -126,12 +110,11 @@ ELSEWHERE = {
 
 
 def kept(prefill: Node, decode: Node) -> Callable[[], None]:
-    params = prefilled(prefill, PREFILL_ID)
+    params = prefill.prefilled()
 
     def goes_on() -> None:
-        local = asked(decode, params)
-        until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-        assert decode.holds(local)
+        local = decode.asked(params)
+        decode.receives(local, prefill)
 
     return goes_on
 
@@ -176,14 +159,14 @@ def test_a_request_under_another_one_s_id_is_nothing_to_that_one(state: str, pai
     for params in (ELSEWHERE, {"do_remote_prefill": "yes"}, {"do_remote_prefill": True}):
         reject(prefill, PREFILL_ID, params)
     assert set(prefill.scheduler.requests) == {PREFILL_ID}
-    enter(prefill, core_request(PREFILL_ID, client_index=3))
+    prefill.enter(core_request(PREFILL_ID, client_index=3))
     assert prefill.scheduler.has_requests()
     told = step_and_tell(prefill)
     assert [(one.request_id, str(one.finish_reason)) for one in told[3].outputs] == [(PREFILL_ID, "error")]
     prefill.ended.pop(PREFILL_ID, None)
     goes_on()
     assert prefill.ended.get(PREFILL_ID, "length") == "length"
-    rest(prefill, decode)
+    prefill.rest(decode)
 
 
 def step_and_tell(node: Node) -> dict[int, Any]:
@@ -209,11 +192,10 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
     """Of its salt and its adapter only, in whole blocks."""
     node, _ = pair
     size = node.geometry.block_size
-    core = core_around(node)
     for name, tokens, adapter in (("plain", PROMPT, None), ("adapted", size + 1, LoRARequest("a", 1, "/a"))):
         request = core_request(name)
         request.prompt_token_ids, request.lora_request = prompt(0, tokens), adapter
-        core.add_request(*core.preprocess_add_request(request))
+        node.enter(request)
         node.step_until(lambda name=name: name in node.ended)  # type: ignore[misc]
     if is_paused:
         node.scheduler.set_pause_state(type(node.scheduler.pause_state).PAUSED_ALL)
@@ -223,7 +205,7 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
     others = {"salt": (None, "s", PROMPT), "adapter": (adapter, "", PROMPT), "another": (another, "", PROMPT)}
     for name, (*whose, tokens) in {**plain, **others}.items():
         # More than is cached is wanted.
-        found = looked_up(core, prompt(0, tokens), PROMPT, *whose).result()
+        found = node.looked_up(prompt(0, tokens), PROMPT, *whose).result()
         told[name] = found[CACHED_TOKENS_KEY]
         assert found["remote_engine_id"] == node.side_of_engine.engine.own.engine_id and found[HAS_CLIENTS_KEY] is False
     cached = {
@@ -235,7 +217,7 @@ def test_a_look_up_is_answered_at_once_and_computes_nothing(is_paused: bool, pai
         "another": 0,
     }
     assert told == (dict.fromkeys(cached, 0) if is_paused else cached)
-    assert not node.scheduler.requests and not node.scheduler.has_unfinished_requests() and all_free(node)
+    assert not node.scheduler.requests and not node.scheduler.has_unfinished_requests() and node.all_free
 
 
 def test_a_prompt_that_no_cache_may_serve_is_not_counted_as_missed(pair: tuple[Node, Node]) -> None:
@@ -246,7 +228,7 @@ def test_a_prompt_that_no_cache_may_serve_is_not_counted_as_missed(pair: tuple[N
         one.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         one.scheduler.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
     for number, request_id in enumerate((DECODE_ID, "plain", "computed")):
-        decode.add(request_id, None if number else prefilled(prefill, PREFILL_ID), first_token=number)
+        decode.add(request_id, None if number else prefill.prefilled(), first_token=number)
     decode.scheduler.requests["computed"].skip_reading_prefix_cache = True  # as with ``prompt_logprobs``
     counted = PrefixCacheStats()
     while decode.scheduler.requests:
@@ -263,10 +245,10 @@ def test_a_prompt_that_no_cache_may_serve_is_not_counted_as_missed(pair: tuple[N
 
 def test_what_prefill_keeps_for_a_rejected_request_is_free_at_once(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
-    reject(decode, DECODE_ID, prefilled(prefill, PREFILL_ID))
-    until_both(prefill, decode, lambda: PREFILL_ID in prefill.sent)
-    assert all_free(prefill) and not prefill.side_of_engine.offering.kept.num_kept
-    served(prefill, decode)
+    reject(decode, DECODE_ID, prefill.prefilled())
+    decode.step_until(lambda: PREFILL_ID in prefill.sent, prefill)
+    assert prefill.all_free and not prefill.side_of_engine.offering.kept.num_kept
+    prefill.serves(decode)
 
 
 # ------------------------------------------------------------------------------------------------ sessions are no offer
@@ -277,7 +259,7 @@ def test_a_session_is_neither_offered_nor_fetched(policy: str, node: Callable[..
     """Row A9: its request is finished under its last chunk's parameters, with blocks that hold all of them."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
     # Of its first chunk: the offer of another prompt is not released.
-    params = prefilled(prefill, "cmpl-p-0-aaaaaaaa", num_tokens=CHUNK)
+    params = prefill.prefilled("cmpl-p-0-aaaaaaaa", num_tokens=CHUNK)
     for one, role in ((prefill, {**SEND, **NAME}), (decode, params)):
         for first_token in (0, CHUNK):
             add_input(one, first_token, params=role)
@@ -288,9 +270,9 @@ def test_a_session_is_neither_offered_nor_fetched(policy: str, node: Callable[..
         until(lambda one=one: one.step() and PREFILL_ID not in one.scheduler.requests)  # type: ignore[misc]
         assert PREFILL_ID not in one.transfer_params and PREFILL_ID not in one.sent
     assert decode.log.text.count("streaming session (resumable)") == 2
-    until_both(prefill, decode, lambda: "cmpl-p-0-aaaaaaaa" in prefill.sent)
-    rest(prefill, decode)
-    computed_alone(decode)
+    decode.step_until(lambda: "cmpl-p-0-aaaaaaaa" in prefill.sent, prefill)
+    prefill.rest(decode)
+    decode.computes_alone()
 
 
 def test_a_grammar_is_awaited_for_as_long_as_vllm_does(pair: tuple[Node, Node]) -> None:

@@ -22,20 +22,11 @@ from support.nodes import (
     PROMPT,
     RESERVED,
     SEND,
-    asked,
     mover,
     nodes,
-    prefilled,
-    registered,
-    rest,
-    served,
-    transfers_held,
-    until_both,
 )
-from support.nodes import (
-    AsyncNode as Node,
-)
-from support.transports import until
+from support.nodes import AsyncNode as Node
+from support.waiting import until
 
 
 @pytest.fixture(params=["", "kv_both"], ids=["own roles", "both roles"])
@@ -60,14 +51,12 @@ def computing(prefill: Node, **params: Any) -> None:
 def test_what_is_handed_over_is_what_was_computed(max_tokens: int, direction: str, node: Callable[..., Node]) -> None:
     """A request that ends may have a step more under way than its output says."""
     prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
-    params = prefilled(prefill, PREFILL_ID, max_tokens=1)
-    local = asked(decode, params, max_tokens=max_tokens)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(local)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    assert decode.ended[DECODE_ID] == "length"
-    rest(prefill, decode)
-    served(prefill, decode)
+    params = prefill.prefilled(max_tokens=1)
+    local = decode.asked(params, max_tokens=max_tokens)
+    decode.receives(local, prefill)
+    decode.ends(prefill)
+    prefill.rest(decode)
+    prefill.serves(decode)
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
@@ -75,14 +64,14 @@ def test_an_abort_between_two_steps_leaves_nothing(who: str, direction: str, nod
     """Prefill's while its next chunk is scheduled, decode's while its KV is on the way; the bytes are under way."""
     prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING, policy="recompute")
     with pytest.MonkeyPatch.context() as patching:
-        gate = transfers_held(mover(direction, prefill, decode), patching)
+        gate = mover(direction, prefill, decode).hold_transfers(patching)
         if direction == "push":
-            local = registered(decode, prefill)
+            local = decode.registered(prefill)
             computing(prefill, **NAME)
             read = prefill.blocks(PREFILL_ID)[: CHUNK // RESERVED.block_size]
         else:
-            local = asked(decode, prefilled(prefill, PREFILL_ID))
-        until_both(prefill, decode, lambda: gate.kept)
+            local = decode.asked(prefill.prefilled())
+        decode.step_until(lambda: gate.kept, prefill)
         (prefill if who == "prefill" else decode).abort(PREFILL_ID if who == "prefill" else DECODE_ID)
         prefill.step()
         decode.step()
@@ -92,9 +81,9 @@ def test_an_abort_between_two_steps_leaves_nothing(who: str, direction: str, nod
         elif direction == "push":
             assert not set(read) & set(free_ids(prefill))
         gate.closed = False
-        until_both(prefill, decode, lambda: DECODE_ID in decode.ended or who == "decode")
-        rest(prefill, decode)
-    served(prefill, decode)
+        decode.step_until(lambda: DECODE_ID in decode.ended or who == "decode", prefill)
+        prefill.rest(decode)
+    prefill.serves(decode)
 
 
 def free_ids(node: Node) -> list[int]:
@@ -110,14 +99,13 @@ def test_blocks_of_a_preempted_request_are_kept_while_they_are_read(
     if direction == "pull":
         pytest.skip("nothing of a request that computes is read")
     prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
-    gate = transfers_held(prefill, monkeypatch)
-    local = registered(decode, prefill)
+    gate = prefill.hold_transfers(monkeypatch)
+    local = decode.registered(prefill)
     computing(prefill, **NAME)
     until(lambda: gate.kept)
     before = prefill.blocks(PREFILL_ID)
     prefill.preempt(PREFILL_ID)
     assert not set(before) & set(free_ids(prefill))
     gate.closed = False
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(local)
-    rest(prefill, decode)
+    decode.receives(local, prefill)
+    prefill.rest(decode)

@@ -9,21 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.nodes import (
-    BLOCK_SIZE,
-    DECODE_ID,
-    PREFILL_ID,
-    PROMPT,
-    Node,
-    asked,
-    core_around,
-    core_request,
-    looked_up,
-    prompt,
-    rest,
-    until_both,
-)
-from support.transports import until
+from support.nodes import BLOCK_SIZE, DECODE_ID, PREFILL_ID, PROMPT, Node, core_request, prompt
+from support.waiting import until
 from vllm.lora.request import LoRARequest
 
 from kvcached_nixl.scheduler.prefill_offers import OfferRequest
@@ -46,7 +33,7 @@ def computed(prefill: Node) -> None:
 def offered(prefill: Node, **more: Any) -> Future[dict[str, Any]]:
     """What prefill has cached of a prompt is asked for. No step has told its workers yet."""
     computed(prefill)
-    return looked_up(core_around(prefill), prompt(0, PROMPT), CACHED, **more)
+    return prefill.looked_up(prompt(0, PROMPT), CACHED, **more)
 
 
 def test_what_is_cached_is_handed_over_without_a_step_and_the_rest_computed(pair: tuple[Node, Node]) -> None:
@@ -56,11 +43,10 @@ def test_what_is_cached_is_handed_over_without_a_step_and_the_rest_computed(pair
     until(lambda: prefill.step() and answer.done())
     found = json.loads(json.dumps(answer.result()))
     assert found[CACHED_TOKENS_KEY] == CACHED == found[MANIFEST_KEY]["num_tokens"]
-    local = asked(decode, found)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(local, end=CACHED)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
+    local = decode.asked(found)
+    decode.receives(local, prefill, end=CACHED)
+    decode.step_until(lambda: DECODE_ID in decode.ended, prefill)
+    prefill.rest(decode)
 
 
 @pytest.mark.parametrize("why", ["its blocks changed", "enough is left waiting", "the peer waits no longer"])
@@ -74,14 +60,14 @@ def test_what_cannot_be_offered_is_not_kept(why: str, pair: tuple[Node, Node], m
     answer = offered(prefill, most_seconds=0.0 if why == "the peer waits no longer" else 600.0).result()
     assert answer[CACHED_TOKENS_KEY] == CACHED and "do_remote_prefill" not in answer
     assert not prefill.side_of_engine.offering.kept.num_kept
-    rest(prefill)
+    prefill.rest()
 
 
 def test_nothing_is_looked_up_for_a_peer_that_has_left(pair: tuple[Node, Node]) -> None:
     """Peers that look up faster than one thread hashes would all get their answers too late."""
     prefill, _ = pair
     computed(prefill)
-    answer = looked_up(core_around(prefill), prompt(0, PROMPT), CACHED, most_seconds=1e-9)
+    answer = prefill.looked_up(prompt(0, PROMPT), CACHED, most_seconds=1e-9)
     assert answer.result()[CACHED_TOKENS_KEY] == 0
 
 
@@ -94,16 +80,15 @@ def test_what_another_adapter_of_that_name_has_computed_is_not_offered(pair: tup
         folder.mkdir()
         (folder / "adapter_config.json").write_text("{}")
         (folder / "adapter_model.bin").write_bytes(bytes([one.lora_int_id]) * 100)
-    side, core = prefill.side_of_engine, core_around(prefill)
     request = core_request(PREFILL_ID, prompt_token_ids=prompt(0, PROMPT), lora_request=before)
-    core.add_request(*core.preprocess_add_request(request))
+    prefill.enter(request)
     prefill.step_until(lambda: PREFILL_ID in prefill.ended)
     prefill.compute = computes_nothing  # type: ignore[method-assign]
-    kept = looked_up(core, prompt(0, PROMPT), CACHED, before)
+    kept = prefill.looked_up(prompt(0, PROMPT), CACHED, before)
     until(lambda: prefill.step() and kept.done())
     assert kept.result()["do_remote_prefill"]
-    side.read.adapter_arrives(now)
+    prefill.side_of_engine.read.adapter_arrives(now)
     for adapter in (now, before):
-        answer = looked_up(core, prompt(0, PROMPT), CACHED, adapter)
+        answer = prefill.looked_up(prompt(0, PROMPT), CACHED, adapter)
         assert "do_remote_prefill" not in answer.result(0)
-    rest(prefill)
+    prefill.rest()

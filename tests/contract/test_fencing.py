@@ -22,7 +22,7 @@ pytest.importorskip("nixl", reason="needs an environment: bash experiments/env.s
 
 import numpy as np
 from support.fencing_rank import NUM_BLOCKS
-from support.transports import until
+from support.waiting import until
 
 from kvcached_nixl.transport.agent import TransferState, Transport, WriteGate, make_agent, open_gate
 

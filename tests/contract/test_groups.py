@@ -22,23 +22,9 @@ import msgspec
 import pytest
 import torch
 from support.groups_node import GroupsNode, runs_rightly
-from support.nodes import (
-    DECODE_FILLING,
-    DECODE_ID,
-    PREFILL_FILLING,
-    PREFILL_ID,
-    RESERVED,
-    SEND,
-    core_around,
-    looked_up,
-    nodes,
-    prefilled,
-    prompt,
-    rest,
-    until_both,
-)
+from support.nodes import DECODE_FILLING, DECODE_ID, PREFILL_FILLING, PREFILL_ID, RESERVED, SEND, nodes, prompt
 from support.planting import Faults, nothing
-from support.transports import until
+from support.waiting import until
 from vllm.v1.request import Request, RequestStatus
 
 from kvcached_nixl.scheduler.fetch_request import FetchRequest
@@ -141,7 +127,6 @@ class Schedule:
 
         self.prefill, self.decode = engine(PREFILL_FILLING), engine(DECODE_FILLING)
         self.waiting: dict[str, tuple[int, int, int]] = {}
-        self.core, self.num_cached = core_around(self.prefill), 0
 
     def run(self) -> None:
         left = REQUESTS
@@ -155,8 +140,8 @@ class Schedule:
             else:
                 (self.prefill if kind == "prefill" else self.decode).step()
             self._follow()
-        until_both(self.prefill, self.decode, self._is_over)
-        rest(self.prefill, self.decode)
+        self.decode.step_until(self._is_over, self.prefill)
+        self.prefill.rest(self.decode)
 
     def _start(self, number: int) -> None:
         # Few beginnings, so that prefixes are found in the caches; and lengths around the window.
@@ -179,11 +164,10 @@ class Schedule:
 
     def _is_cached(self, decode_id: str, shape: tuple[int, int, int]) -> bool:
         """Decode fetches what prefill has cached of a prompt, without a step there, and computes the rest."""
-        answer = looked_up(self.core, prompt(*shape[:2]), BLOCK)
+        answer = self.prefill.looked_up(prompt(*shape[:2]), BLOCK)
         until(lambda: answer.done() or not self.prefill.step())
         params = answer.result()
         if params.get("do_remote_prefill"):
-            self.num_cached += 1
             self._decode(decode_id, json.loads(json.dumps(params)), shape)
         return "do_remote_prefill" in params
 
@@ -258,9 +242,9 @@ def test_what_prefill_has_cached_is_handed_over_without_a_step(order: str, make:
     schedule.prefill.add(PREFILL_ID, None, 1, num_tokens=6 * BLOCK + 1)
     schedule.prefill.step_until(lambda: PREFILL_ID in schedule.prefill.ended)
     assert schedule._is_cached(DECODE_ID, (0, 7 * BLOCK + 1, 4))
-    until_both(schedule.prefill, schedule.decode, schedule._is_over)
+    schedule.decode.step_until(schedule._is_over, schedule.prefill)
     assert DECODE_ID in schedule.decode.received and not schedule.decode.account["kvcached_nixl_failures"]
-    rest(schedule.prefill, schedule.decode)
+    schedule.prefill.rest(schedule.decode)
 
 
 @needs_states
@@ -293,9 +277,9 @@ def test_a_state_that_is_taken_away_before_its_request_runs_leaves_nothing(
         make(filling, geometry, windows=(None, "align"), policy="recompute")
         for filling in (PREFILL_FILLING, DECODE_FILLING)
     )
-    params = prefilled(prefill, PREFILL_ID, num_tokens=num_tokens)
+    params = prefill.prefilled(num_tokens=num_tokens)
     decode.add(DECODE_ID, params, 2 * BLOCK, num_tokens=num_tokens)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    decode.step_until(lambda: DECODE_ID in decode.received, prefill)
     pool = decode.scheduler.kv_cache_manager.block_pool
     others = pool.get_new_blocks(pool.get_num_free_blocks())
     decode.step()
@@ -303,7 +287,7 @@ def test_a_state_that_is_taken_away_before_its_request_runs_leaves_nothing(
     decode.side_of_engine.revocations.weights_changed()
     pool.free_blocks(others)
     runs_rightly(prefill, decode, num_tokens)
-    rest(prefill, decode)
+    prefill.rest(decode)
 
 
 @needs_states

@@ -30,16 +30,10 @@ from support.nodes import (
     PROMPT,
     USABLE,
     Node,
-    asked,
-    ends_by_policy,
     mover,
-    prefilled,
-    rest,
     same,
-    served,
-    until_both,
 )
-from support.transports import until
+from support.waiting import until
 from vllm.utils.network_utils import get_ip
 from vllm.v1.request import RequestStatus
 
@@ -57,7 +51,7 @@ def test_an_idle_transfer_thread_uses_no_processor_time(pair: tuple[Node, Node])
     """On both sides, once they know each other and nothing is owed. Beside a thread that wakes up ten times a second
     and does nothing: on a slow machine both take longer."""
     prefill, decode = pair
-    served(prefill, decode)
+    prefill.serves(decode)
     ended = threading.Event()
 
     def wake_up_and_do_nothing() -> None:
@@ -85,17 +79,17 @@ def test_usage_names_what_was_cached(pair: tuple[Node, Node]) -> None:
     block = PROMPT // BLOCKS
     for place, (said, cached) in enumerate(SAID):
         of_prefill, of_decode = f"cmpl-{place}-0-aaaaaaaa", f"cmpl-{place}-0-dddddddd"
-        params = prefilled(prefill, of_prefill, 100 * place)
+        params = prefill.prefilled(of_prefill, 100 * place)
         if has_begun := place % 2:
             decode.add("begun", None, 1, 100 * place, num_tokens=block + 1)
             decode.step_until(lambda: decode.ended.pop("begun", None))
         decode.add(of_decode, {**params, CACHED_TOKENS_KEY: said}, 4, 100 * place)
         decode.step()
         found = decode.scheduler.requests[of_decode].prefill_stats
-        until_both(prefill, decode, lambda name=of_decode: name in decode.ended)  # type: ignore[misc]
+        decode.step_until(lambda name=of_decode: name in decode.ended, prefill)  # type: ignore[misc]
         assert found.num_cached_tokens == max(cached, has_begun * block), said
         assert found.num_local_cached_tokens + found.num_external_cached_tokens == PROMPT
-    rest(prefill, decode)
+    prefill.rest(decode)
 
 
 def test_what_has_ended_may_be_asked_for_before_a_step_is_saved(pair: tuple[Node, Node]) -> None:
@@ -103,26 +97,26 @@ def test_what_has_ended_may_be_asked_for_before_a_step_is_saved(pair: tuple[Node
     for one in pair:
         one.drafts = True
     for first_token in (0, 8):
-        served(*pair, first_token)
+        pair[0].serves(pair[1], first_token)
     for one in pair:
         one.drafts = False
-    served(*pair, 16)
+    pair[0].serves(pair[1], 16)
 
 
 def test_what_is_registered_stays_so_while_vllm_sleeps(pair: tuple[Node, Node]) -> None:
     """vLLM 0.33 takes KV memory from NIXL when it sleeps, and gives it back when it wakes up; even if sleep mode was
     not enabled, which this connector then does not allow."""
     prefill, decode = pair
-    served(prefill, decode)
+    prefill.serves(decode)
     if not asks_about_sleep():
         pytest.skip("this vLLM does not ask its connectors about sleep mode")
     assert not type(decode.engine.worker).supports_sleep_mode(decode.engine.config.kv_transfer_config)
     for one in pair:
         one.engine.worker.unregister_kv_caches()
-    served(prefill, decode, 8)
+    prefill.serves(decode, 8)
     for one in pair:
         one.engine.worker.restore_kv_caches()
-    served(prefill, decode, 9)
+    prefill.serves(decode, 9)
 
 
 def asks_about_sleep() -> bool:
@@ -151,18 +145,18 @@ def test_a_transfer_that_fails_ends_the_hand_over_by_policy_and_blocks_come_free
 ) -> None:
     """Prefill's at the end of their lease, if decode reads: it may try again. Later requests are served."""
     prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING, policy=policy)
-    served(prefill, decode)
+    prefill.serves(decode)
     with monkeypatch.context() as patching:
         for method, replacement in BROKEN[broken].items():
             patching.setattr(mover(direction, prefill, decode).agent, method, replacement)
-        params = prefilled(prefill, PREFILL_ID)
-        local = asked(decode, params)
+        params = prefill.prefilled()
+        local = decode.asked(params)
         before = decode.content(local)
         until(lambda: prefill.step() and decode.has_failed)
         assert same(decode.content(local), before)
-        ends_by_policy(policy, decode, prefill)
+        decode.ends_by(policy, prefill)
     assert PREFILL_ID in prefill.sent and "KV hand-over failed: cause=" in decode.log.text
-    served(prefill, decode, 8)
+    prefill.serves(decode, 8)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -171,14 +165,14 @@ def test_what_has_come_and_is_revoked_before_it_is_scheduled_counts_as_computed_
 ) -> None:
     """vLLM finds that it has come, and has no room for it, or no place for its adapter: it may wait for long then."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy=policy)
-    blocks = asked(decode, prefilled(prefill, PREFILL_ID))
+    blocks = decode.asked(prefill.prefilled())
     with mock.patch.object(decode.scheduler.kv_cache_manager, "allocate_slots", return_value=None):
-        until_both(prefill, decode, lambda: decode.status(DECODE_ID) == RequestStatus.WAITING)
+        decode.step_until(lambda: decode.status(DECODE_ID) == RequestStatus.WAITING, prefill)
     assert decode.scheduler.requests[DECODE_ID].num_computed_tokens
     decode.side_of_engine.revocations.clear()
     # What was given back is others', also where vLLM has cached it.
     decode.fill(blocks, DECODE_FILLING)
-    ends_by_policy(policy, decode, prefill)
+    decode.ends_by(policy, prefill)
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
@@ -187,17 +181,17 @@ def test_a_connection_that_nixl_has_let_go_of_is_made_anew(
 ) -> None:
     """Both engines live: at most one request fails, well before its deadline, and the next ones are served."""
     prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING)
-    served(prefill, decode)
+    prefill.serves(decode)
     one = prefill if side == "prefill" else decode
     met: list[bytes] = []
     add = one.agent.add_remote_agent
     monkeypatch.setattr(one.agent, "add_remote_agent", lambda metadata: met.append(metadata) or add(metadata))
     (peer,) = agents_of(one.context.peers) or [""]
     one.agent.remove_remote_agent(peer)
-    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID))
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
-    served(prefill, decode, 8)
+    decode.add(DECODE_ID, prefill.prefilled())
+    decode.step_until(lambda: DECODE_ID in decode.ended, prefill)
+    prefill.rest(decode)
+    prefill.serves(decode, 8)
     if side == "decode":
         assert len(met) == 1
 
@@ -209,7 +203,7 @@ def test_an_engine_steps_exactly_while_something_has_changed(node: Callable[...,
     """An idle prefill gets its blocks back when the lease ends, without another request, and sleeps until then."""
     prefill = node(PREFILL_FILLING, kv_lease_duration=1)
     assert not prefill.scheduler.has_requests()
-    prefilled(prefill, PREFILL_ID)
+    prefill.prefilled()
     prefill.settle()
     # It has to be told that the request has ended.
     assert prefill.wakes
@@ -229,7 +223,7 @@ def test_an_engine_steps_exactly_while_something_has_changed(node: Callable[...,
 def test_an_engine_that_nobody_holds_is_gone_without_a_collection(pair: tuple[Node, Node]) -> None:
     """In a reference cycle its agent may be freed before the worker releases its handles, which aborts the process."""
     prefill, decode = pair
-    served(prefill, decode)
+    prefill.serves(decode)
     for worker in (prefill.worker, decode.worker):
         # These refer to the worker, so it must lead to none of them.
         reached, following = {id(worker)}, [worker]
@@ -257,7 +251,7 @@ def test_peers_are_reached_at_what_is_advertised(
     if advertised:
         monkeypatch.setenv(ADVERTISED, advertised)
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    served(prefill, decode)
+    prefill.serves(decode)
     assert prefill.transfer_params["cmpl-w-0-aaaaaaa7"]["remote_host"] == reached_at
 
 

@@ -24,18 +24,11 @@ from support.nodes import (
     RESERVED,
     SEND,
     Node,
-    asked,
-    ends_by_policy,
     nodes,
-    prefilled,
-    registered,
-    rest,
     same,
-    served,
-    until_both,
 )
 from support.odd_connectors import Shelf
-from support.transports import until
+from support.waiting import until
 
 from kvcached_nixl.transport.agent import Transport
 from kvcached_nixl.wire.causes import FailureCause
@@ -121,9 +114,9 @@ def test_the_missing_blocks_arrive_and_no_other_changes(era: str, contiguous: bo
     decode.add("cmpl-y-0-dddddddd", None, first_token=200, num_tokens=PROMPT - 8)
     decode.step()
     others = decode.blocks("cmpl-y-0-dddddddd")
-    params = prefilled(prefill, PREFILL_ID)
+    params = prefill.prefilled()
     blocks = prefill.blocks(PREFILL_ID)
-    local = asked(decode, params)
+    local = decode.asked(params)
     before = decode.content(others)
     assert not set(local) & {*blocks, *others}
 
@@ -136,7 +129,7 @@ def test_the_missing_blocks_arrive_and_no_other_changes(era: str, contiguous: bo
     assert prefill.are_filled(prefill.all_but(blocks), PREFILL_FILLING)
     decode.step_until(lambda: DECODE_ID in decode.ended)
     assert decode.ended[DECODE_ID] == "length"
-    rest(prefill, decode)
+    prefill.rest(decode)
 
 
 def test_a_prompt_that_prefill_computed_in_chunks_arrives(node: Callable[..., Node]) -> None:
@@ -149,10 +142,9 @@ def test_a_prompt_that_prefill_computed_in_chunks_arrives(node: Callable[..., No
     params = None
     prefill.step_until(lambda: PREFILL_ID in prefill.transfer_params)
     params = prefill.transfer_params[PREFILL_ID]
-    local = asked(decode, params)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(local)
-    rest(prefill, decode)
+    local = decode.asked(params)
+    decode.receives(local, prefill)
+    prefill.rest(decode)
 
 
 @pytest.mark.parametrize(("policy", "known"), [("fail", False), ("recompute", True)], ids=["strangers", "peers"])
@@ -162,18 +154,18 @@ def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
     """The blocks hold another request's KV by then (R3)."""
     prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING, policy=policy)
     if known:
-        served(prefill, decode)
-    params = prefilled(prefill, PREFILL_ID)
+        prefill.serves(decode)
+    params = prefill.prefilled()
     blocks = prefill.blocks(PREFILL_ID)
-    rest(prefill)
+    prefill.rest()
     assert PREFILL_ID in prefill.sent
     # A staged offer keeps no blocks, so its lease may end after the last step.
     until(lambda: prefill.step() and prefill.account["num_kv_expired_reqs"] == [1])
     prefill.fill(blocks, ANOTHER_REQUESTS)
     decode.add(DECODE_ID, params)
-    ends_by_policy(policy, decode, prefill)
+    decode.ends_by(policy, prefill)
     assert decode.account["kvcached_nixl_failures"] == [FailureCause.LEASE]
-    served(prefill, decode, 8)
+    prefill.serves(decode, 8)
 
 
 @pytest.mark.parametrize("paths", [pytest.param(one, id=name, marks=pytest.mark.long) for name, one in STAGED.items()])
@@ -185,11 +177,11 @@ def test_a_request_that_no_slab_could_hold_goes_through_range_by_range(
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
     slabs = [one.context.staging for one in (prefill, decode)]
     assert {slab.slots.count for slab in slabs if slab is not None} == {4}
-    params = prefilled(prefill, PREFILL_ID)
-    local = asked(decode, params)
+    params = prefill.prefilled()
+    local = decode.asked(params)
     until(lambda: prefill.step() and decode.step() and DECODE_ID in decode.received)
     assert decode.holds(local)
-    served(prefill, decode)
+    prefill.serves(decode)
     assert not any(slab.slots.used(use) for slab in slabs if slab is not None for use in Use)
 
 
@@ -233,7 +225,7 @@ def test_tokens_that_another_connector_has_taken_back_are_handed_over_as_they_we
 ) -> None:
     """Finding A8: two blocks are promised, one of them is missing, and vLLM recomputes from there on."""
     prefill, decode = shared(PREFILL_FILLING, tokens_a_step=BLOCK_SIZE), shared_node(DECODE_FILLING)
-    local = registered(decode, prefill) if direction == "push" else []
+    local = decode.registered(prefill) if direction == "push" else []
     Shelf.promises[PREFILL_ID] = 2 * BLOCK_SIZE
     prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
     compute = prefill.compute
@@ -258,9 +250,7 @@ def test_tokens_that_another_connector_has_taken_back_are_handed_over_as_they_we
     assert not local or decode.are_filled(local, DECODE_FILLING)
     prefill.step_until(lambda: PREFILL_ID in prefill.transfer_params)
     if direction == "pull":
-        local = asked(decode, prefill.transfer_params[PREFILL_ID])
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(local)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    assert decode.ended[DECODE_ID] == "length"
-    rest(prefill, decode)
+        local = decode.asked(prefill.transfer_params[PREFILL_ID])
+    decode.receives(local, prefill)
+    decode.ends(prefill)
+    prefill.rest(decode)

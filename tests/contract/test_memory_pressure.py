@@ -25,10 +25,6 @@ from support.nodes import (
     USABLE,
     Node,
     mover,
-    prefilled,
-    rest,
-    transfers_held,
-    until_both,
 )
 from vllm.v1.core import kv_cache_manager
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
@@ -45,7 +41,7 @@ FIRST = "skipped_waiting" if hasattr(Scheduler, "_select_waiting_queue_for_sched
 def test_only_what_vllm_does_not_start_for_want_of_blocks_is_starved(node: Callable[..., Node]) -> None:
     prefill = node(PREFILL_FILLING)
     for place, name in enumerate(OLDER):
-        prefilled(prefill, name, first_token=100 * (place + 1))
+        prefill.prefilled(name, first_token=100 * (place + 1))
     assert prefill.free_blocks < BLOCKS, "the others are kept for decode"
     blocks = EngineBlocks(prefill.scheduler)
     # Two blocks of three are those of an offer, which vLLM shares.
@@ -60,7 +56,7 @@ def test_only_what_vllm_does_not_start_for_want_of_blocks_is_starved(node: Calla
     with mock.patch.object(blocks, "most_running", 0):
         assert blocks.starved is None
     prefill.step_until(lambda: NEW in prefill.ended)
-    rest(prefill)
+    prefill.rest()
 
 
 def test_one_whose_kv_has_come_runs_whoever_waits_for_its_blocks(
@@ -71,22 +67,22 @@ def test_one_whose_kv_has_come_runs_whoever_waits_for_its_blocks(
     decode.scheduler.policy = SchedulingPolicy.PRIORITY
     for name in ("waiting", FIRST):
         setattr(decode.scheduler, name, create_request_queue(SchedulingPolicy.PRIORITY))
-    kept = [prefilled(prefill, name, first_token=100 * (place + 1)) for place, name in enumerate(OLDER)]
-    gate = transfers_held(mover(direction, prefill, decode), monkeypatch)
+    kept = [prefill.prefilled(name, first_token=100 * (place + 1)) for place, name in enumerate(OLDER)]
+    gate = mover(direction, prefill, decode).hold_transfers(monkeypatch)
     *low, high = [f"cmpl-d-0-ddddddd{place}" for place in range(len(kept))]
     for place, name in enumerate(low):
         decode.add(name, kept[place], first_token=100 * (place + 1), priority=5)
-    until_both(prefill, decode, lambda: gate.kept and all(map(decode.waits, low)))
+    decode.step_until(lambda: gate.kept and all(map(decode.waits, low)), prefill)
     # It takes what is left, and one block of those that the others have.
     taken = decode.scheduler.kv_cache_manager.block_pool.get_new_blocks(decode.free_blocks - BLOCKS + 1)
     decode.add(high, kept[-1], first_token=100 * len(kept), priority=0)
     decode.step()
     assert decode.status(high) is RequestStatus.WAITING
     gate.closed = False
-    until_both(prefill, decode, lambda: {*low, high} <= decode.ended.keys())
+    decode.step_until(lambda: {*low, high} <= decode.ended.keys(), prefill)
     assert {decode.ended[name] for name in (*low, high)} == {"length"}
     decode.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
-    rest(prefill, decode)
+    prefill.rest(decode)
 
 
 @pytest.fixture
@@ -121,7 +117,7 @@ def test_a_hand_over_behind_cached_tokens_waits_for_the_others(elastic: Callable
     prefill, decode = elastic(PREFILL_FILLING), elastic(DECODE_FILLING)
     decode.add("cmpl-y-0-dddddddd", None, 1)
     decode.step_until(lambda: "cmpl-y-0-dddddddd" in decode.ended)
-    params = prefilled(prefill, PREFILL_ID, num_tokens=PROMPT + BLOCK_SIZE)
+    params = prefill.prefilled(num_tokens=PROMPT + BLOCK_SIZE)
     pages = decode.scheduler.kv_cache_manager.block_pool.kv_cache_manager
     pages.num_taken = 2
     decode.add(DECODE_ID, params, num_tokens=PROMPT + BLOCK_SIZE)
@@ -130,7 +126,7 @@ def test_a_hand_over_behind_cached_tokens_waits_for_the_others(elastic: Callable
     decode.step()
     assert decode.waits(DECODE_ID)
     blocks = decode.blocks(DECODE_ID)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    decode.step_until(lambda: DECODE_ID in decode.received, prefill)
     assert decode.holds(blocks, 0, PROMPT + BLOCK_SIZE)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+    decode.step_until(lambda: DECODE_ID in decode.ended, prefill)
     assert decode.ended[DECODE_ID] == "length" and is_as_before(decode)

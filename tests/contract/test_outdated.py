@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support import nodes as support_nodes
 from support.kvcached_pool import elastic_pool, put_into
-from support.nodes import PREFILL_FILLING, RESERVED, core_around, core_request, nodes
+from support.nodes import PREFILL_FILLING, RESERVED, core_request, nodes
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
@@ -46,7 +46,7 @@ class Node(support_nodes.Node):
             patch.setattr(self.scheduler, "add_request", with_adapter)
             super().add(request_id, *arguments, **options)
 
-    def ends(self, request_id: str) -> None:
+    def until_ended(self, request_id: str) -> None:
         self.step_until(lambda: request_id in self.ended)
 
 
@@ -107,7 +107,7 @@ def test_nobody_shares_what_was_computed_in_part_before(
     prefill.step()
     prefill.step()
     content.change(prefill)
-    prefill.ends("cmpl-s-0-aaaaaaaa")
+    prefill.until_ended("cmpl-s-0-aaaaaaaa")
     assert "cmpl-s-0-aaaaaaaa" not in prefill.transfer_params, "it is offered to nobody"
     for number, (num_tokens, cached) in enumerate([(2 * BLOCK + 1, 0), (whole + 1, 2 * BLOCK), (whole + 2, whole)]):
         first = 0 if window is None else num_tokens // BLOCK
@@ -119,13 +119,13 @@ def test_nobody_shares_what_was_computed_in_part_before(
         while prefill.tokens(name) < num_tokens:
             prefill.step()
         assert prefill.holds(prefill.blocks(name)[first:], first * BLOCK, num_tokens)
-        prefill.ends(name)
+        prefill.until_ended(name)
 
 
 def test_embeddings_of_images_are_computed_again(make: Callable[..., Node], content: Content) -> None:
     """vLLM keeps them by the image's content, and would give them to the next request with that image."""
     prefill, told = make(PREFILL_FILLING), []
-    core = core_around(prefill)
+    core = prefill.core
     core.model_executor = SimpleNamespace(reset_encoder_cache=lambda: told.append("workers"))
     core.preprocess_add_request(core_request("cmpl-f-0-aaaaaaaa"))
     content.change(prefill)

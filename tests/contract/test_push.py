@@ -7,23 +7,8 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
-from support.nodes import (
-    CHUNK,
-    DECODE_FILLING,
-    DECODE_ID,
-    NAME,
-    PREFILL_FILLING,
-    PREFILL_ID,
-    SEND,
-    Node,
-    ends_by_policy,
-    registered,
-    rest,
-    served,
-    transfers_held,
-    until_both,
-)
-from support.transports import until
+from support.nodes import CHUNK, DECODE_FILLING, DECODE_ID, NAME, PREFILL_FILLING, PREFILL_ID, SEND, Node
+from support.waiting import until
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
@@ -42,7 +27,7 @@ def direction() -> str:
 def test_what_a_step_that_raises_was_to_compute_is_not_written(node: Callable[..., Node]) -> None:
     """vLLM's own code around a model: it calls ``wait_for_save`` in a ``finally``, even if the model has raised."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, policy="fail")
-    local = registered(decode, prefill)
+    local = decode.registered(prefill)
     (writing,) = prefill.write_tasks.values()
     until(lambda: writing.known)
     prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
@@ -58,7 +43,7 @@ def test_what_a_step_that_raises_was_to_compute_is_not_written(node: Callable[..
     assert writing.offer is not None and not writing.next_token, "no WRITE was made"
     assert decode.are_filled(local, DECODE_FILLING) and decode.waits(DECODE_ID)
     prefill.abort(PREFILL_ID)
-    ends_by_policy("fail", decode, prefill)
+    decode.ends_by("fail", prefill)
 
 
 # --------------------------------------------------------------------------------------------------------- preemption
@@ -69,7 +54,7 @@ def test_a_reset_of_the_prefix_cache_revokes_what_is_under_way_and_is_an_error_w
 ) -> None:
     """Finding B12: KV in flight would enter a cache that was cleared. Here no loop waits until it is idle."""
     prefill, decode = node(PREFILL_FILLING, tokens_a_step=CHUNK), node(DECODE_FILLING)
-    local, gate = registered(decode, prefill), transfers_held(prefill, monkeypatch)
+    local, gate = decode.registered(prefill), prefill.hold_transfers(monkeypatch)
     prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
     prefill.step()
     until(lambda: gate.kept)
@@ -78,13 +63,13 @@ def test_a_reset_of_the_prefix_cache_revokes_what_is_under_way_and_is_an_error_w
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
         decode.scheduler.reset_prefix_cache(reset_running_requests=True)
     gate.closed = False
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended and PREFILL_ID in prefill.ended)
+    decode.step_until(lambda: DECODE_ID in decode.ended and PREFILL_ID in prefill.ended, prefill)
     assert decode.ended[DECODE_ID] == "error" and PREFILL_ID not in prefill.transfer_params
     assert not decode.holds(local)
-    rest(prefill, decode)
+    prefill.rest(decode)
     for one in (prefill, decode):
         assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
-    served(prefill, decode, 8)
+    prefill.serves(decode, 8)
 
 
 # ------------------------------------------------------------------------------------------------ what prefill says
@@ -116,7 +101,7 @@ def test_vllm_asks_again_until_a_prompt_may_begin(ends: str, node: Callable[...,
             prefill.abort(PREFILL_ID)
         else:
             decode.add(DECODE_ID, {**prefill.address(), **NAME})
-            until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+            decode.step_until(lambda: DECODE_ID in decode.received, prefill)
             assert decode.holds(decode.blocks(DECODE_ID))
     decode.abort(other)
-    rest(prefill, decode)
+    prefill.rest(decode)

@@ -14,17 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.nodes import (
-    DECODE_FILLING,
-    PREFILL_FILLING,
-    RESERVED,
-    Node,
-    nodes,
-    rest,
-    served,
-    until_both,
-)
-from support.transports import until
+from support.nodes import DECODE_FILLING, PREFILL_FILLING, RESERVED, Node, nodes
+from support.waiting import until
 
 SHAPES = sorted((Path(__file__).parent / "stack_shapes").glob("*.json"))
 HOST = "localhost"
@@ -160,13 +151,13 @@ def test_kv_is_handed_over(path: Path, stack: Callable[..., Stack]) -> None:
         local = one.ask_decode(one.for_decode())
         until(lambda: one.prefill.write_tasks)
         one.ask_prefill()
-    until_both(one.prefill, one.decode, lambda: one.decode_id in one.decode.received)
+    one.decode.step_until(lambda: one.decode_id in one.decode.received, one.prefill)
     assert one.decode.holds(local)
-    until_both(one.prefill, one.decode, lambda: one.decode_id in one.decode.ended)
+    one.decode.step_until(lambda: one.decode_id in one.decode.ended, one.prefill)
     assert one.decode.ended[one.decode_id] == "length"
     assert one.decode.account["kvcached_nixl_failures"] == []
-    rest(one.prefill, one.decode)
-    served(one.prefill, one.decode)
+    one.prefill.rest(one.decode)
+    one.prefill.serves(one.decode)
 
 
 def test_every_shape_says_where_it_is_from() -> None:

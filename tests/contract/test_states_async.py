@@ -23,15 +23,10 @@ from support.nodes import (
     RESERVED,
     SAMPLED,
     AsyncNode,
-    core_around,
-    looked_up,
     nodes,
-    prefilled,
     prompt,
-    rest,
-    until_both,
 )
-from support.transports import until
+from support.waiting import until
 from vllm.v1.outputs import ModelRunnerOutput
 
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
@@ -134,17 +129,17 @@ def with_a_step_in_flight(decode: Node) -> list[list[int]]:
 def goes_on(prefill: Node, decode: Node, num_tokens: int) -> None:
     """Decode's device catches up, and its request ends with so many tokens from prefill."""
     decode.do_all()
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    decode.step_until(lambda: DECODE_ID in decode.received, prefill)
     assert decode.sees(DECODE_ID, TOKENS, num_tokens)
     decode.lags = False
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
+    decode.step_until(lambda: DECODE_ID in decode.ended, prefill)
+    prefill.rest(decode)
 
 
 def test_states_arrive_after_the_steps_that_still_overwrite_them(node: Callable[..., Node]) -> None:
     """Rule R8 is a matter of tokens here: the step in flight writes the state behind a token that nobody wants."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    params = prefilled(prefill, PREFILL_ID, num_tokens=TOKENS)
+    params = prefill.prefilled(num_tokens=TOKENS)
     freed = with_a_step_in_flight(decode)
     decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
     output = decode.scheduler.schedule()
@@ -160,7 +155,7 @@ def test_states_arrive_after_the_steps_that_still_overwrite_them(node: Callable[
 def test_blocks_are_filled_after_they_were_zeroed(node: Callable[..., Node]) -> None:
     """vllm#48481. From 0.28 on vLLM leaves such blocks alone, and this package asks for them."""
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING)
-    params = prefilled(prefill, PREFILL_ID, num_tokens=TOKENS)
+    params = prefill.prefilled(num_tokens=TOKENS)
     decode.lags = True
     decode.add(DECODE_ID, params, 2, num_tokens=TOKENS)
     decode.step()
@@ -175,12 +170,12 @@ def test_what_is_behind_the_last_token_is_zero_in_larger_blocks_too(node: Callab
     """Prefill's blocks do not reach as far; and what was there before may be no number."""
     larger = dataclasses.replace(GEOMETRY, block_size=2 * BLOCK)
     prefill, decode = node(PREFILL_FILLING), node(DECODE_FILLING, geometry=larger)
-    decode.add(DECODE_ID, prefilled(prefill, PREFILL_ID, num_tokens=2 * BLOCK + 5), 2, num_tokens=2 * BLOCK + 5)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
+    decode.add(DECODE_ID, prefill.prefilled(num_tokens=2 * BLOCK + 5), 2, num_tokens=2 * BLOCK + 5)
+    decode.step_until(lambda: DECODE_ID in decode.received, prefill)
     (blocks, _) = decode.of_groups(DECODE_ID)
     assert not any(cell.any() for cell in decode.behind(2 * BLOCK + 4, [blocks], 0))
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
+    decode.step_until(lambda: DECODE_ID in decode.ended, prefill)
+    prefill.rest(decode)
 
 
 def test_what_is_cached_is_offered_when_the_device_has_computed_it(node: Callable[..., Node]) -> None:
@@ -191,7 +186,7 @@ def test_what_is_cached_is_offered_when_the_device_has_computed_it(node: Callabl
     prefill.lags = True
     prefill.add(PREFILL_ID, None, 1, num_tokens=2 * BLOCK)
     prefill.step()
-    asks = looked_up(core_around(prefill), prompt(0, TOKENS), BLOCK)
+    asks = prefill.looked_up(prompt(0, TOKENS), BLOCK)
     output = prefill.scheduler.schedule()
     prefill.queued.append((output, prefill.run(output)))
     assert prefill.work and not asks.done(), "the device has not begun"

@@ -27,15 +27,10 @@ from support.nodes import (
     SEND,
     USABLE,
     Node,
-    all_free,
-    asked,
     nodes,
-    prefilled,
     prompt,
-    rest,
-    until_both,
 )
-from support.transports import until
+from support.waiting import until
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -109,7 +104,7 @@ class TierNode(Node):
     def settles(self) -> bool:
         """Whether nothing is copied any more, and all blocks are free."""
         until(lambda: self.step() and not self.tier.is_copying)
-        return all_free(self)
+        return self.all_free
 
     def starts(self, request_id: str, num_tokens: int = PROMPT + BLOCK_SIZE, loads: bool = True) -> None:
         """Adds a request, and checks whether the tier has the beginning of its prompt, and what it computes with."""
@@ -203,7 +198,7 @@ def test_blocks_that_are_still_stored_are_not_free(one: TierNode) -> None:
     """Their requests have ended, and others run meanwhile."""
     one.copier.is_stuck = True
     one.compute_alone(PREFILL_ID)
-    assert not all_free(one) and one.side_of_engine.pending and one.side_of_engine.revocations.has_blocks
+    assert not one.all_free and one.side_of_engine.pending and one.side_of_engine.revocations.has_blocks
     one.compute_alone(OTHER, first_token=200)
     one.copier.is_stuck = False
     assert one.settles() and not one.side_of_engine.pending
@@ -216,7 +211,7 @@ def test_a_request_that_is_preempted_keeps_the_blocks_that_are_still_stored(make
     one.add(PREFILL_ID, None, 1)
     one.step_until(lambda: one.tokens(PREFILL_ID) == 2 * BLOCK_SIZE)
     one.preempt(PREFILL_ID)
-    assert not all_free(one)
+    assert not one.all_free
     one.copier.is_stuck = False
     one.step_until(lambda: PREFILL_ID in one.ended)
     assert PREFILL_ID in one.received
@@ -355,7 +350,7 @@ def test_a_second_change_before_the_next_step_is_taken(is_ours: bool, one: TierN
         one.side_of_engine.revocations.weights_changed()
     else:
         assert one.scheduler.reset_connector_cache()
-    assert one.tier.is_copying and not all_free(one)
+    assert one.tier.is_copying and not one.all_free
     one.copier.is_stuck = False
     assert one.settles()
     one.starts(LATER, loads=False)
@@ -464,7 +459,7 @@ def test_blocks_are_free_when_the_last_of_several_workers_has_ended_their_copy(o
     one.compute_alone(PREFILL_ID)
     for _ in range(5):
         one.step()
-    assert reports and not all_free(one)
+    assert reports and not one.all_free
     late = one.scheduler.schedule()
     result = run(late)
     result.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=reports[0])
@@ -477,7 +472,7 @@ def test_offers_that_give_way_are_stored_first(one: TierNode) -> None:
     one.copier.is_stuck = True
     names = [f"cmpl-o-0-aaaaaaa{number}" for number in range(USABLE // BLOCKS)]
     for place, name in enumerate(names):
-        prefilled(one, name, first_token=100 * place)
+        one.prefilled(name, first_token=100 * place)
     one.add(OTHER, SEND, 1, 900)
     one.step_until(lambda: names[0] in one.sent)
     for _ in range(3):
@@ -485,7 +480,7 @@ def test_offers_that_give_way_are_stored_first(one: TierNode) -> None:
     assert not one.tokens(OTHER)
     one.copier.is_stuck = False
     one.step_until(lambda: OTHER in one.ended)
-    rest(one)
+    one.rest()
     one.starts(LATER)
 
 
@@ -516,12 +511,11 @@ def test_what_prefill_has_loaded_is_handed_over_and_stored_by_decode(
     prefill, decode = make(), make(DECODE_FILLING)
     prefill.compute_alone(OTHER)
     assert prefill.settles()
-    params = prefilled(prefill, PREFILL_ID, num_tokens=PROMPT + BLOCK_SIZE)
+    params = prefill.prefilled(num_tokens=PROMPT + BLOCK_SIZE)
     assert PREFILL_ID in prefill.received
-    local = asked(decode, params, num_tokens=PROMPT + BLOCK_SIZE)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.received)
-    assert decode.holds(local, end=PROMPT + BLOCK_SIZE - 1)
-    until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
-    rest(prefill, decode)
+    local = decode.asked(params, num_tokens=PROMPT + BLOCK_SIZE)
+    decode.receives(local, prefill, end=PROMPT + BLOCK_SIZE - 1)
+    decode.step_until(lambda: DECODE_ID in decode.ended, prefill)
+    prefill.rest(decode)
     decode.starts(LATER)
     assert decode.settles()

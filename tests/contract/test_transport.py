@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.memory_transport import MemoryTransport
-from support.transports import MEMORY_BYTES, Side, sides, until  # noqa: F401
+from support.transports import MEMORY_BYTES, Side, sides  # noqa: F401
+from support.waiting import until
 
 from kvcached_nixl.transport.agent import TransferState, Transport, TransportError
 

@@ -19,10 +19,10 @@ from support.pressed_servers import (
     revoked,
     short_device,
     specs_of,
-    until,
 )
+from support.waiting import until
 
-from experiments.common.client import Client, Offer, Pair, http_client, read_answer
+from experiments.common.client import Client, Offer, Pair, answers_of, http_client, read_answer
 from experiments.common.pages import PageWatch, own_names
 from experiments.common.servers import Running, Server
 from experiments.lease_recovery.arms import NUM_BLOCKS, PULL, PUSH, TOKENS, Arm, prompts
@@ -75,10 +75,7 @@ def test_offers_that_nobody_fetches_give_way(arm: Arm, tmp_path: Path) -> None:
         async with http_client(4) as http:
             pair = Pair(Client(prefill.base_url, http), Client(decode.base_url, http))
             asked = prompts(6, seed=9)
-            expected = [
-                (await pair.decode.answer(one, max_tokens=TOKENS, salt=f"alone-{place}", request_id=f"alone-{place}"))
-                for place, one in enumerate(asked)
-            ]
+            expected = await answers_of(decode.base_url, asked, TOKENS, "alone")
 
             async def offered(round_: str) -> list[Offer]:
                 return [
@@ -101,7 +98,9 @@ def test_offers_that_nobody_fetches_give_way(arm: Arm, tmp_path: Path) -> None:
             used = get_kv_cache_limit(name).used_size
             assert used > 0 and not revoked(prefill)
             assert update_kv_cache_limit(name, used // 3) is not None
-            await until(lambda: get_kv_cache_limit(name).used_size <= used // 3)
+            await asyncio.to_thread(
+                until, lambda: get_kv_cache_limit(name).used_size <= used // 3, seconds=SOON_SECONDS
+            )
             counts = revoked(prefill)
             assert set(counts) == {"limit"} and 0 < counts["limit"] <= len(asked)
             assert update_kv_cache_limit(name, whole) is not None

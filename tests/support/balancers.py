@@ -12,7 +12,6 @@ import shutil
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +22,7 @@ import httpx
 from experiments.common.servers import HOST, free_ports
 from experiments.stacks.environments import environment
 from experiments.stacks.routers import running, running_router
+from support.waiting import until
 
 __all__ = ["Balancer", "nginx", "service", "vllm_router"]
 
@@ -150,10 +150,7 @@ class _Nginx:
     def serve(self, servers: Sequence[str]) -> None:
         self.write(servers)
         os.kill(int((self._folder / "pid").read_text()), 1)
-        deadline = time.monotonic() + _RELOAD_SECONDS
-        while not self.is_current():
-            assert time.monotonic() < deadline, "nginx did not read its configuration again"
-            time.sleep(0.05)
+        until(self.is_current, "nginx did not read its configuration again", _RELOAD_SECONDS)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of memory that a test lays out, computed when the test says so; and copies that it can look at."""
+"""Memory that a test lays out, checksums of it, computed when the test says so; and copies that it can look at."""
 
 from __future__ import annotations
 
@@ -80,16 +80,53 @@ class Copy(NamedTuple):
         return cls(is_gather, blocks, staged, lambda failed: work.ended(None, failed))
 
 
-def content_of(planes: Planes, memory: torch.Tensor) -> Content:
-    """Returns the `Content` of a KV-cache group. ``memory``: all memory of its planes, as one dimension of bytes."""
+def laid_out(
+    num_planes: int,
+    num_blocks: int,
+    block_size: int,
+    heads: range,
+    cell_bytes: int,
+    *,
+    begin: int = 0,
+    gap: int = 0,
+    contiguous: bool = False,
+    head_major: bool = False,
+) -> Planes:
+    """Returns planes side by side in every block if ``contiguous``, else apart, with a ``gap`` behind each."""
+    inner = block_size * len(heads) * cell_bytes
+    return Planes(
+        bases=tuple(begin + plane * (inner if contiguous else inner * num_blocks + gap) for plane in range(num_planes)),
+        keys=tuple(range(num_planes)),
+        block_stride_bytes=inner * (num_planes if contiguous else 1),
+        token_stride_bytes=cell_bytes * (1 if head_major else len(heads)),
+        head_stride_bytes=cell_bytes * (block_size if head_major else 1),
+        cell_bytes=cell_bytes,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_heads=len(heads),
+        first_head=heads.start,
+    )
+
+
+def cell_at(planes: Planes, base: int, block: int, token: int, head: int = 0) -> int:
+    """Returns the address of the cell of a block's token. ``base``: of its plane; ``head``: of those of this rank."""
+    strides = (planes.block_stride_bytes, planes.token_stride_bytes, planes.head_stride_bytes)
+    return base + sum(number * stride for number, stride in zip((block, token, head), strides, strict=True))
+
+
+def areas_of(planes: Planes, memory: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Returns what holds the planes, as `Content` takes it. ``memory``: all of it, as one dimension of bytes."""
     block_bytes, begin = planes.block_stride_bytes, memory.data_ptr()
     firsts: list[int] = []
     for base in sorted(planes.bases):
         if not firsts or base >= firsts[-1] + block_bytes:
             firsts.append(base)
     size = planes.num_blocks, block_bytes
-    areas = [(base, memory.as_strided(size, (block_bytes, 1), base - begin)) for base in firsts]
-    return Content((GroupMemory((planes,)),), areas)
+    return [(base, memory.as_strided(size, (block_bytes, 1), base - begin)) for base in firsts]
+
+
+def content_of(planes: Planes, memory: torch.Tensor) -> Content:
+    return Content((GroupMemory((planes,)),), areas_of(planes, memory))
 
 
 def as_bytes(array: Any) -> torch.Tensor:

@@ -10,10 +10,10 @@ import json
 import random
 import socket
 import string
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -25,6 +25,7 @@ from experiments.common.model import PADDED, make_model
 from experiments.common.servers import HOST, Server, ServerSpec, free_ports, prefill_and_decode
 from kvcached_nixl.wire.params import MANIFEST_KEY
 from support.endpoints import ENDPOINTS, TEMPLATE, TOKENS, Endpoint, Failed, Prompt, read
+from support.waiting import until
 
 AT_A_TIME = 16
 HANG_SECONDS = 60.0
@@ -171,11 +172,8 @@ class Fuzz:
 
     async def _rest(self, client: Client) -> None:
         """Wait until no request runs or waits in a server; raises after ``REST_SECONDS``."""
-        until = time.monotonic() + REST_SECONDS
-        pages = (f"{client.base_url}/metrics", "vllm:num_requests_")
-        while counted := {name: value for name, value in (await asyncio.to_thread(samples, *pages)).items() if value}:
-            assert time.monotonic() < until, f"{client.base_url} has requests that do not end: {counted}"
-            await asyncio.sleep(0.5)
+        counted = partial(samples, f"{client.base_url}/metrics", "vllm:num_requests_")
+        await asyncio.to_thread(until, lambda: not any(counted().values()), counted, REST_SECONDS)
 
     async def _valid(self, pair: Pair) -> None:
         """Hand over one request of each prompt as a router does; raises unless both servers still serve correctly."""

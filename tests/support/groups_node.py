@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvcached_nixl.vllm.patches import arrival
-from support.nodes import DECODE_ID, Node, core_request, kv, prompt, until_both
+from support.nodes import DECODE_ID, Node, core_request, kv, prompt
 
 STATE_BYTES = 752
 """Of `attention_engines.STATE_SHAPES`."""
@@ -208,7 +208,7 @@ def runs_rightly(prefill: Node, decode: GroupsNode, num_tokens: int) -> None:
 
     decode.compute = checked  # type: ignore[method-assign]
     try:
-        until_both(prefill, decode, lambda: DECODE_ID in decode.ended)
+        decode.step_until(lambda: DECODE_ID in decode.ended, prefill)
     finally:
         del decode.compute
     assert decode.ended.pop(DECODE_ID) == "length"

@@ -49,18 +49,10 @@ from kvcached_nixl.vllm.adapter.versions import LOADS_BEHIND, installed_has
 from kvcached_nixl.vllm.patches.answering import let_look_up
 from kvcached_nixl.vllm.patches.factory import is_nixl
 from support.attention_engines import ERAS, engine_of, vllm_log_to
-from support.internals import (
-    attempts_of,
-    context_of,
-    leases_of,
-    matcher_of,
-    receiver_of,
-    registry_of,
-    report_of,
-)
+from support.internals import attempts_of, context_of, leases_of, matcher_of, receiver_of, registry_of, report_of
 from support.kvcached_memory import Geometry
 from support.stock_pair import Engine, single_process_group
-from support.transports import until
+from support.waiting import until
 
 # More blocks than were planned, as kvcached reserves them.
 RESERVED = Geometry(
@@ -95,6 +87,14 @@ def kv(token_ids: list[int], first_position: int, layer: int, num_bytes: int) ->
     tokens, numbers = torch.tensor(token_ids)[:, None], torch.arange(num_bytes)[None]
     positions = torch.arange(first_position, first_position + len(token_ids))[:, None]
     return ((tokens * 101 + positions * 7 + layer * 31 + numbers * 13) % 241).to(torch.uint8)
+
+
+@dataclasses.dataclass
+class Gate:
+    """Delays something while it is closed. ``kept``: the delayed items."""
+
+    closed: bool = True
+    kept: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -315,8 +315,9 @@ class Node:
         with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.engine.worker):
             self.runner = ActiveKVConnector(self.engine.config, dict(self.caches))
 
-    def step_until(self, found: Callable[[], Any]) -> None:
-        until(lambda: self.step() and found())
+    def step_until(self, found: Callable[[], Any], *others: Node) -> None:
+        """Steps the others, then this one, again and again."""
+        until(lambda: all(node.step() for node in (*others, self)) and found())
 
     def waits(self, request_id: str) -> bool:
         """Whether the request waits for remote KV and has blocks."""
@@ -442,6 +443,164 @@ class Node:
         until(lambda: len(done) > 2)
         del self.thread.turn
 
+    # ---------------------------------------------------------------------------------------------- steps of hand-overs
+
+    def prefilled(
+        self,
+        request_id: str = PREFILL_ID,
+        first_token: int = 0,
+        num_tokens: int = PROMPT,
+        max_tokens: int = 1,
+        **params: Any,
+    ) -> dict[str, Any]:
+        """Computes a request and keeps its blocks. Returns the parameters for decode, as a client gets them."""
+        self.add(request_id, {**SEND, **params}, max_tokens, first_token, num_tokens=num_tokens)
+        self.step_until(lambda: request_id in self.transfer_params)
+        # JSON turns tuples into lists, as on the way through a client.
+        return json.loads(json.dumps(self.transfer_params[request_id]))
+
+    def asked(self, params: dict[str, Any], request_id: str = DECODE_ID, **options: Any) -> list[int]:
+        """Adds a request, and returns the blocks into which its KV is to come."""
+        self.add(request_id, params, **options)
+        self.step()
+        assert self.waits(request_id)
+        return self.blocks(request_id)
+
+    def registered(self, prefill: Node, request_id: str = DECODE_ID, **options: Any) -> list[int]:
+        """Push: as `asked`, for a request that prefill has not started; waits for its registration."""
+        blocks = self.asked({**prefill.address(), **NAME}, request_id, **options)
+        until(lambda: prefill.write_tasks)
+        return blocks
+
+    def receives(self, block_ids: list[int], prefill: Node, **where: Any) -> None:
+        """Checks that its request's KV comes, rightly, into these blocks; ``where``: as `holds` has it."""
+        self.step_until(lambda: DECODE_ID in self.received, prefill)
+        assert self.holds(block_ids, **where)
+
+    def ends(self, prefill: Node) -> None:
+        """Checks that its request ends with all its tokens."""
+        self.step_until(lambda: DECODE_ID in self.ended, prefill)
+        assert self.ended[DECODE_ID] == "length"
+
+    def rest(self, *others: Node) -> None:
+        """Steps the nodes as long as their engines would, then checks that nothing is owed and all blocks are free.
+
+        When only leases are left to wait for, they expire at once, so a test need not set short leases, which would
+        expire too early on a slow machine.
+        """
+        every = (self, *others)
+
+        def waits_for_leases() -> bool:
+            busy = any(
+                len(node.receiver) or node.write_tasks or node.side_of_engine.fetching.attempts.waiting
+                for node in every
+            )
+            return not busy and all(node.step() for node in every)
+
+        def is_over() -> bool:
+            return not any(node.owes or node.scheduler.has_requests() for node in every)
+
+        self.step_until(lambda: is_over() or waits_for_leases(), *others)
+        with ExitStack() as patches:
+            for node in every:
+                leases = leases_of(node.registry)
+                due = functools.partial(type(leases).take_due, leases, math.inf)
+                patches.enter_context(mock.patch.object(leases, "take_due", lambda _, due=due: due()))
+            self.step_until(is_over, *others)
+        assert all(node.all_free for node in every)
+
+    def ends_by(self, policy: str, *others: Node, num_tokens: int = PROMPT, first_token: int = 0) -> None:
+        """Checks that decode's request fails or is recomputed, as the policy says, and that all blocks become free."""
+        if policy == "recompute":
+            self.step_until(lambda: self.status(DECODE_ID) == RequestStatus.RUNNING, *others)
+            assert self.holds(self.blocks(DECODE_ID), 0, num_tokens, first_token)
+        self.step_until(lambda: DECODE_ID in self.ended, *others)
+        assert self.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
+        self.rest(*others)
+
+    def serves(self, decode: Node, number: int = 7) -> None:
+        """Checks that both engines still work: another request is handed over, however slow the machine is."""
+        first_token, name = 40 * number, f"cmpl-w-0-ddddddd{number}"
+        engine, registry, seconds = decode.side_of_engine.engine, self.registry, 600.0
+        settings = dataclasses.replace(engine.settings, handover_timeout_seconds=seconds)
+        with (
+            mock.patch.object(engine, "settings", settings),
+            mock.patch.object(registry.writer, "_unmatched_seconds", seconds),
+            mock.patch.object(matcher_of(registry), "_unmatched_seconds", seconds),
+            mock.patch.object(leases_of(registry), "_lease_seconds", seconds),
+        ):
+            decode.add(name, self.prefilled(f"cmpl-w-0-aaaaaaa{number}", first_token), first_token=first_token)
+            decode.step()
+            local = decode.blocks(name)
+            decode.step_until(lambda: name in decode.received, self)
+            assert decode.holds(local, first_token=first_token)
+            self.rest(decode)
+
+    def computes_alone(self) -> None:
+        """Checks that the engine still works: it computes a local request."""
+        self.add("cmpl-w-0-eeeeeeee", None, first_token=300)
+        self.step_until(lambda: "cmpl-w-0-eeeeeeee" in self.ended)
+        assert self.ended["cmpl-w-0-eeeeeeee"] == "length"
+
+    def hold_transfers(self, monkeypatch: pytest.MonkeyPatch) -> Gate:
+        """Delays the node's READs and WRITEs: they stay in flight and move nothing."""
+        gate, transfer, check = Gate(), self.agent.transfer, self.agent.check_xfer_state
+
+        def hold(handle: Any) -> str:
+            if not gate.closed:
+                return str(transfer(handle))
+            gate.kept.append(handle)
+            return "PROC"
+
+        def look(handle: Any) -> str:
+            if not gate.closed:
+                while gate.kept:
+                    transfer(gate.kept.pop(0))
+            return "PROC" if gate.closed else str(check(handle))
+
+        monkeypatch.setattr(self.agent, "transfer", hold)
+        monkeypatch.setattr(self.agent, "check_xfer_state", look)
+        return gate
+
+    @property
+    def all_free(self) -> bool:
+        """Whether every block is in the free queue once, and has no references."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        found = sorted(block.block_id for block in pool.free_block_queue.get_all_free_blocks())
+        used = [block for block in pool.blocks if block.ref_cnt and not block.is_null]
+        return found == list(range(1, len(pool.blocks))) and not used
+
+    @functools.cached_property
+    def core(self) -> EngineCore:
+        """vLLM's engine core around it, as far as requests that arrive need one."""
+        core = EngineCore.__new__(EngineCore)
+        core.scheduler, core.mm_receiver_cache = self.scheduler, None
+        core.structured_output_manager = self.scheduler.structured_output_manager
+        core.vllm_config, core.input_queue = self.scheduler.vllm_config, queue.Queue()
+        core.request_block_hasher = get_request_block_hasher(self.geometry.block_size * self.geometry.split, sha256)
+        let_look_up(core)
+        return core
+
+    def enter(self, request: EngineCoreRequest) -> None:
+        """What vLLM's engine does with a request that comes from an API server."""
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def looked_up(
+        self,
+        token_ids: Sequence[int],
+        least_tokens: int = 0,
+        adapter: Any = None,
+        salt: str = "",
+        most_seconds: float = 600.0,
+    ) -> Future[dict[str, Any]]:
+        """What an API server's call gets, as far as that needs no step."""
+        sent = None if adapter is None else msgspec.to_builtins(adapter)
+        call = self.core.kvcached_nixl_look_up
+        answer = call(np.asarray(token_ids, "<u4").tobytes(), "r", sent, salt, least_tokens, most_seconds)
+        call.__self__._looker.submit(lambda: None).result()
+        side_of(self.scheduler.connector).run_calls()
+        return answer
+
 
 @dataclasses.dataclass
 class AsyncNode(Node):
@@ -560,35 +719,6 @@ def log(
         yield caplog
 
 
-@dataclasses.dataclass
-class Gate:
-    """Delays something while it is closed. ``kept``: the delayed items."""
-
-    closed: bool = True
-    kept: list[Any] = dataclasses.field(default_factory=list)
-
-
-def transfers_held(node: Node, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Delays the node's READs and WRITEs: they stay in flight and move nothing."""
-    gate, transfer, check = Gate(), node.agent.transfer, node.agent.check_xfer_state
-
-    def hold(handle: Any) -> str:
-        if not gate.closed:
-            return str(transfer(handle))
-        gate.kept.append(handle)
-        return "PROC"
-
-    def look(handle: Any) -> str:
-        if not gate.closed:
-            while gate.kept:
-                transfer(gate.kept.pop(0))
-        return "PROC" if gate.closed else str(check(handle))
-
-    monkeypatch.setattr(node.agent, "transfer", hold)
-    monkeypatch.setattr(node.agent, "check_xfer_state", look)
-    return gate
-
-
 @pytest.fixture(params=["pull", "push"])
 def direction(request: pytest.FixtureRequest) -> str:
     """The transfer direction. A test module that needs only one overrides this fixture."""
@@ -614,103 +744,6 @@ def mover(direction: str, prefill: Node, decode: Node) -> Node:
     return prefill if direction == "push" else decode
 
 
-def asked(decode: Node, params: dict[str, Any], request_id: str = DECODE_ID, **options: Any) -> list[int]:
-    """Adds a request to decode, which allocates its blocks. Returns them."""
-    decode.add(request_id, params, **options)
-    decode.step()
-    assert decode.waits(request_id)
-    return decode.blocks(request_id)
-
-
-def registered(decode: Node, prefill: Node, request_id: str = DECODE_ID, **options: Any) -> list[int]:
-    """Push: adds a request to decode that prefill has not started, and waits for its registration.
-
-    Returns:
-        The request's blocks.
-    """
-    blocks = asked(decode, {**prefill.address(), **NAME}, request_id, **options)
-    until(lambda: prefill.write_tasks)
-    return blocks
-
-
-def until_both(prefill: Node, decode: Node, found: Callable[[], Any]) -> None:
-    until(lambda: prefill.step() and decode.step() and found())
-
-
-def all_free(node: Node) -> bool:
-    """Whether every block is in the free queue once, and has no references."""
-    pool = node.scheduler.kv_cache_manager.block_pool
-    found = sorted(block.block_id for block in pool.free_block_queue.get_all_free_blocks())
-    used = [block for block in pool.blocks if block.ref_cnt and not block.is_null]
-    return found == list(range(1, len(pool.blocks))) and not used
-
-
-def rest(*both: Node) -> None:
-    """Steps the nodes as long as their engines would, then checks that nothing is owed and all blocks are free.
-
-    When only leases are left to wait for, they expire at once, so a test need not set short leases, which would expire
-    too early on a slow machine.
-    """
-
-    def waits_for_leases() -> bool:
-        busy = any(
-            len(node.receiver) or node.write_tasks or node.side_of_engine.fetching.attempts.waiting for node in both
-        )
-        return not busy and all(node.step() for node in both)
-
-    def is_over() -> bool:
-        return not any(node.owes or node.scheduler.has_requests() for node in both)
-
-    until(lambda: [node.step() for node in both] and (is_over() or waits_for_leases()))
-    with ExitStack() as patches:
-        for node in both:
-            leases = leases_of(node.registry)
-            due = functools.partial(type(leases).take_due, leases, math.inf)
-            patches.enter_context(mock.patch.object(leases, "take_due", lambda _, due=due: due()))
-        until(lambda: [node.step() for node in both] and is_over())
-    assert all(all_free(node) for node in both)
-
-
-def computed_alone(node: Node) -> None:
-    """Checks that the engine still works: it computes a local request."""
-    node.add("cmpl-w-0-eeeeeeee", None, first_token=300)
-    node.step_until(lambda: "cmpl-w-0-eeeeeeee" in node.ended)
-    assert node.ended["cmpl-w-0-eeeeeeee"] == "length"
-
-
-def prefilled(
-    prefill: Node, request_id: str, first_token: int = 0, num_tokens: int = PROMPT, max_tokens: int = 1, **params: Any
-) -> dict[str, Any]:
-    """Lets prefill compute a request and keep its blocks. Returns the parameters for decode, as a client gets them."""
-    prefill.add(request_id, {**SEND, **params}, max_tokens, first_token, num_tokens=num_tokens)
-    prefill.step_until(lambda: request_id in prefill.transfer_params)
-    # JSON turns tuples into lists, as on the way through a client.
-    return json.loads(json.dumps(prefill.transfer_params[request_id]))
-
-
-@contextmanager
-def without_haste(prefill: Node, decode: Node) -> Iterator[None]:
-    """Raises all leases and deadlines, so that none expires however slow the machine is."""
-    engine, registry, seconds = decode.side_of_engine.engine, prefill.registry, 600.0
-    settings = dataclasses.replace(engine.settings, handover_timeout_seconds=seconds)
-    with (
-        mock.patch.object(engine, "settings", settings),
-        mock.patch.object(registry.writer, "_unmatched_seconds", seconds),
-        mock.patch.object(matcher_of(registry), "_unmatched_seconds", seconds),
-        mock.patch.object(leases_of(registry), "_lease_seconds", seconds),
-    ):
-        yield
-
-
-def core_around(node: Node) -> EngineCore:
-    core = EngineCore.__new__(EngineCore)
-    core.scheduler, core.mm_receiver_cache = node.scheduler, None
-    core.structured_output_manager = node.scheduler.structured_output_manager
-    core.vllm_config, core.input_queue = node.scheduler.vllm_config, queue.Queue()
-    core.request_block_hasher = get_request_block_hasher(node.geometry.block_size * node.geometry.split, sha256)
-    return core
-
-
 def core_request(request_id: str, params: dict[str, Any] | None = None, **fields: Any) -> EngineCoreRequest:
     """What an API server sends to its engine."""
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
@@ -719,48 +752,3 @@ def core_request(request_id: str, params: dict[str, Any] | None = None, **fields
     return EngineCoreRequest(
         **{**dict.fromkeys(EngineCoreRequest.__struct_fields__[:10]), "request_id": request_id, **given}
     )
-
-
-def looked_up(
-    core: EngineCore,
-    token_ids: Sequence[int],
-    least_tokens: int = 0,
-    adapter: Any = None,
-    salt: str = "",
-    most_seconds: float = 600.0,
-) -> Future[dict[str, Any]]:
-    """What an API server's call gets, as far as that needs no step."""
-    let_look_up(core)
-    sent = None if adapter is None else msgspec.to_builtins(adapter)
-    call = core.kvcached_nixl_look_up
-    answer = call(np.asarray(token_ids, "<u4").tobytes(), "r", sent, salt, least_tokens, most_seconds)
-    call.__self__._looker.submit(lambda: None).result()
-    side_of(core.scheduler.connector).run_calls()
-    return answer
-
-
-def served(prefill: Node, decode: Node, number: int = 7) -> None:
-    """Checks that both engines still work: another request is handed over."""
-    first_token = 40 * number
-    with without_haste(prefill, decode):
-        params = prefilled(prefill, f"cmpl-w-0-aaaaaaa{number}", first_token)
-        decode.add(f"cmpl-w-0-ddddddd{number}", params, first_token=first_token)
-        decode.step()
-        local = decode.blocks(f"cmpl-w-0-ddddddd{number}")
-        until_both(prefill, decode, lambda: f"cmpl-w-0-ddddddd{number}" in decode.received)
-        assert decode.holds(local, first_token=first_token)
-        rest(prefill, decode)
-
-
-def ends_by_policy(policy: str, decode: Node, *others: Node, num_tokens: int = PROMPT, first_token: int = 0) -> None:
-    """Checks that decode's request fails or is recomputed, as the policy says, and that all blocks become free."""
-
-    def step() -> bool:
-        return all(node.step() for node in (decode, *others))
-
-    if policy == "recompute":
-        until(lambda: step() and decode.status(DECODE_ID) == RequestStatus.RUNNING)
-        assert decode.holds(decode.blocks(DECODE_ID), 0, num_tokens, first_token)
-    until(lambda: step() and DECODE_ID in decode.ended)
-    assert decode.ended[DECODE_ID] == {"fail": "error", "recompute": "length"}[policy]
-    rest(decode, *others)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from support.patches import first_bound
+from support.waiting import until
 
 
 def vllm_application(transfer: Mapping[str, Any], *arguments: str) -> tuple[Any, Any]:
@@ -36,10 +36,8 @@ def served_by_uvicorn(app: Any, lifespan: Literal["on", "off"] = "on") -> Iterat
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until_seconds = time.monotonic() + 10
-        while not server.started:
-            assert thread.is_alive() and time.monotonic() < until_seconds
-            time.sleep(0.01)
+        until(lambda: server.started or not thread.is_alive())
+        assert server.started
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True

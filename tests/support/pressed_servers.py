@@ -6,14 +6,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-import time
 import uuid
-from collections.abc import Callable
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-
-from experiments.common.client import Client, Pair, http_client
+from experiments.common.client import Client, Pair, answers_of, http_client
+from experiments.common.counted import samples
+from experiments.common.device import with_extra
 from experiments.common.servers import Server, ServerSpec
 from experiments.lease_recovery.arms import TOKENS, Arm, prompts
 
@@ -22,22 +19,10 @@ SOON_SECONDS = 15.0
 """``give_way_after`` is 2 s; the rest is for a busy machine."""
 
 
-async def until(reached: Callable[[], bool], seconds: float = SOON_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, "it takes too long"
-        await asyncio.sleep(0.05)
-
-
 def revoked(server: Server) -> dict[str, float]:
     """Returns the offers that the server has taken back, by cause."""
-    said = httpx.get(f"{server.base_url}/metrics", timeout=30).text
-    return {
-        sample.labels["cause"]: sample.value
-        for family in text_string_to_metric_families(said)
-        for sample in family.samples
-        if sample.name == "kvcached_nixl:revoked_offers_total" and sample.value
-    }
+    found = samples(f"{server.base_url}/metrics", "kvcached_nixl:revoked_offers_total")
+    return {labels.partition('cause="')[2].partition('"')[0]: value for labels, value in found.items() if value}
 
 
 def specs_of(arm: Arm, **environment: str) -> list[ServerSpec]:
@@ -45,10 +30,9 @@ def specs_of(arm: Arm, **environment: str) -> list[ServerSpec]:
     found = []
     for spec in arm.specs("recompute"):
         assert spec.kv_transfer is not None
-        extra = {**spec.kv_transfer["kv_connector_extra_config"], "kv_lease_duration": LEASE_SECONDS}  # type: ignore[dict-item]
         # kvcached looks at its limit on the thread that allocates pages in advance.
         changed = {**spec.environment, "KVCACHED_PAGE_PREALLOC_ENABLED": "true", **environment}
-        kv_transfer = {**spec.kv_transfer, "kv_connector_extra_config": extra}
+        kv_transfer = with_extra(spec.kv_transfer, {"kv_lease_duration": LEASE_SECONDS})
         found.append(dataclasses.replace(spec, environment=changed, kv_transfer=kv_transfer))
     return found
 
@@ -84,10 +68,7 @@ async def keep_offers(keeps: Server, count: int = 5) -> None:
 
 async def cache_prefixes(server: Server, count: int = 5) -> None:
     """Has it answer prompts that stay in its prefix cache, and nothing else."""
-    async with http_client(2) as http:
-        client = Client(server.base_url, http)
-        for place, one in enumerate(prompts(7, seed=9)[:count]):
-            await client.answer(one, max_tokens=1, salt=f"c-{place}", request_id=f"c-{place}")
+    await answers_of(server.base_url, prompts(7, seed=9)[:count], 1, "c")
 
 
 async def gets_its_memory(waits: Server) -> None:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The in-memory transport and real NIXL, for the same cases; a free port; a wait for results without an event."""
+"""The in-memory transport and real NIXL, for the same cases; and a free port."""
 
 from __future__ import annotations
 
 import socket
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +14,6 @@ import pytest
 
 from kvcached_nixl.transport.agent import Transport
 from support.memory_transport import Network
-
-ARRIVAL_SECONDS = 20.0
-
 
 MEMORY_BYTES = 1 << 20
 
@@ -59,13 +55,3 @@ def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         return int(unused.getsockname()[1])
-
-
-def until(found: Callable[[], Any]) -> Any:
-    """Polls ``found`` and returns its first true result. NIXL has no event to wait for."""
-    deadline = time.monotonic() + ARRIVAL_SECONDS
-    while time.monotonic() < deadline:
-        if answer := found():
-            return answer
-        time.sleep(0.001)
-    raise TimeoutError(f"nothing arrived in {ARRIVAL_SECONDS} s")

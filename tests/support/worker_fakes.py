@@ -28,13 +28,7 @@ from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.decode.fencing import WriteGates
 from kvcached_nixl.worker.transfer.checksums import Checksums
 from kvcached_nixl.worker.transfer.context import WorkerContext
-from kvcached_nixl.worker.transfer.ownership_tokens import (
-    BUCKETS,
-    BUFFERS,
-    TOKENS_PER_BUCKET,
-    TokenArray,
-    TokenTable,
-)
+from kvcached_nixl.worker.transfer.ownership_tokens import BUCKETS, BUFFERS, TOKENS_PER_BUCKET, TokenArray, TokenTable
 from kvcached_nixl.worker.transfer.slab import Slots
 from kvcached_nixl.worker.transfer.staging import Staging
 from kvcached_nixl.worker.transfer.topology import LocalRank

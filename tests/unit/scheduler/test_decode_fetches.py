@@ -184,7 +184,6 @@ def test_blocks_that_do_not_hold_the_range_are_refused(
     first_tokens: tuple[int, ...], blocks: tuple[list[int], ...], is_dropping: bool, words: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Decode or prefill has no blocks for some of the tokens: nothing is moved."""
     decode = Decode(drops_blocks=is_dropping, block_sizes=(4,) * len(blocks))
     request = of_decode(manifest=manifest_of(prompt(), first_tokens=first_tokens))
     decode.arrive(request)
@@ -245,20 +244,6 @@ def test_steps_cost_what_is_due_and_not_what_waits() -> None:
     assert sum(table.num_read for table in tables) == 0
 
 
-@pytest.mark.parametrize("recomputes", [True, False])
-def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded_its_beginning(
-    recomputes: bool,
-) -> None:
-    """The rest of the prompt would be computed here, without its media."""
-    decode = Decode(recomputes=recomputes)
-    request = of_decode(manifest=manifest_of(prompt(1)))
-    request.lacks_media = True
-    decode.arrive(request)
-    assert decode.match(request) == ALL
-    decode.allocate(request, BLOCKS, 0)
-    assert decode.fetching.ending == {request.request_id} and not decode.attempts.waiting
-
-
 def test_a_failure_is_one_story(caplog: pytest.LogCaptureFixture) -> None:
     """The metric, the log line and the client's error have the same cause label; the reason is in the log."""
     decode = Decode()
@@ -296,14 +281,18 @@ def test_failures_add_up() -> None:
     assert failures.counts == {FailureCause.LOST: 6}
 
 
-def test_a_request_that_ends_for_its_hand_over_is_told_though_it_is_scheduled_once_more() -> None:
-    """Another connector has loaded its beginning, and vLLM schedules it once more before it ends."""
-    decode = Decode()
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_prompt_without_its_media_ends_also_where_another_connector_has_loaded_its_beginning(
+    recomputes: bool,
+) -> None:
+    """The rest of the prompt would be computed here, without its media. vLLM schedules it once more before it ends."""
+    decode = Decode(recomputes=recomputes)
     request = of_decode(manifest=manifest_of(prompt(1)))
     request.lacks_media = True
     decode.arrive(request)
     assert decode.match(request) == ALL
     decode.allocate(request, num_external=0)
+    assert decode.fetching.ending == {D1} and not decode.attempts.waiting
     decode.fetching.progressed([request.request_id])
     assert decode.fetching.ending == {D1}
     decode.finish(request)

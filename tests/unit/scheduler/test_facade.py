@@ -203,7 +203,6 @@ def test_blocks_that_a_fetch_fills_in_part_are_zeroed_first(zeroes_blocks: bool)
 
 
 def test_its_blocks_are_bound_once(engine: Engine) -> None:
-    """A second call of `bind` changes nothing."""
     engine.handover.engine.bind(Pool())
     attempt = engine.waiting()
     engine.handover.finished(of_decode(), False, BLOCKS)

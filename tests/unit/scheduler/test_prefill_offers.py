@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 from support.clocks import ManualClock
-from support.engine_fakes import (
-    PATIENCE,
-    TOKENS,
-    Asked,
-    Pool,
-    context,
-    of_prefill,
-    with_states,
-)
+from support.engine_fakes import PATIENCE, TOKENS, Asked, Pool, context, of_prefill, with_states
 
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.scheduler.context import Progress
@@ -126,7 +118,6 @@ def test_a_request_that_has_lost_its_blocks_is_not_handed_over(now: BlockIds, ca
 
 
 def test_offers_of_other_requests_stay_in_the_step_that_revokes_one() -> None:
-    """Workers are told of the others' tokens, and not of those that were revoked."""
     prefill = Prefill(mode=TransferMode.PUSH)
     for name, adapter in (("p1", 0), ("p2", 3)):
         request = of_prefill(name)

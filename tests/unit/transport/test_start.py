@@ -15,7 +15,8 @@ from unittest import mock
 import msgspec
 import psutil
 import pytest
-from support.transports import free_port, until
+from support.transports import free_port
+from support.waiting import until
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.ids import EngineId

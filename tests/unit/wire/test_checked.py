@@ -46,7 +46,7 @@ class Tree(msgspec.Struct, forbid_unknown_fields=True):
     ("kind", "good", "bad"),
     [
         (Identifier, ["a", "é", "x" * 1024, "a\n"], ["", "x" * 1025, "\ud800", "a\udfff", None, 1, b"a", ["a"]]),
-        (Port, [1, 65535], [0, 65536, -1, True, "80", 80.5, 2**70]),
+        (Port, [1, 65535], [0, 65536, -1, True, "80", [80.0], 80.5, float("inf"), float("nan"), 1e300, 2**70]),
         (TpSize, [1, MAX_TP_SIZE], [0, -1, MAX_TP_SIZE + 1, 10**9, True, 1.5]),
         (Rank, [0, MAX_TP_SIZE - 1], [-1, MAX_TP_SIZE]),
         (BlockNumber, [0, 2**31 - 1], [-1, 2**31, False]),
@@ -111,12 +111,6 @@ def test_mutated_bytes_are_read_or_malformed() -> None:
 def test_whole_numbers_may_be_floats(found: object, kind: type, expected: object) -> None:
     """Protobuf's Struct has no other numbers."""
     assert repr(convert(found, kind)) == repr(expected)
-
-
-@pytest.mark.parametrize("found", [1.5, float("inf"), float("nan"), 1e300, [12.0], "12", True])
-def test_other_floats_are_no_whole_numbers(found: object) -> None:
-    with pytest.raises(Malformed):
-        convert(found, Port)
 
 
 SOUND: dict[str, Any] = {

@@ -58,7 +58,6 @@ def test_the_tag_of_protocol_16_is_these_words() -> None:
 
 @pytest.mark.parametrize("field", sorted(OTHER))
 def test_every_field_tells_peers_apart(field: str) -> None:
-    """A peer that differs in one field offers another string."""
     assert set(OTHER) == set(Tag.__struct_fields__)
     for other in OTHER[field]:
         assert str(msgspec.structs.replace(TAG, **{field: other})) != str(TAG)
@@ -143,7 +142,6 @@ RANKS_AT_THEIR_BOUNDS = [
 
 @pytest.mark.parametrize("changed", RANKS_AT_THEIR_BOUNDS, ids=lambda changed: str(changed)[:50])
 def test_a_rank_at_its_bounds_is_sound(changed: dict[str, Any]) -> None:
-    """The smallest and the largest values that a peer may send are not refused."""
     fields = msgspec.to_builtins(RANK, builtin_types=(bytes,)) | changed
     assert read_rank(msgspec.msgpack.encode(fields)).engine_id == RANK.engine_id
 

@@ -170,7 +170,6 @@ BOUNDS = [
 
 @pytest.mark.parametrize("changed", BOUNDS, ids=plain_id)
 def test_a_manifest_at_its_bounds_is_sound(changed: dict[str, Any]) -> None:
-    """The smallest and the largest values that prefill may send are not refused."""
     plain = msgspec.to_builtins(MANIFEST) | {"block_sizes": [4] * len(changed.get("groups") or "ab")} | changed
     assert convert(plain, Manifest).protocol == PROTOCOL
 

@@ -205,7 +205,6 @@ BOUNDS: list[tuple[Message, list[dict[str, Any]]]] = [
     ids=lambda one: type(one).__name__ if isinstance(one, msgspec.Struct) else str(one)[:40],
 )
 def test_a_message_at_its_bounds_is_sound(message: Message, changed: dict[str, Any]) -> None:
-    """The smallest and the largest values that a peer may send are not refused."""
     assert msgspec.to_builtins(decode(PREFIX + msgspec.msgpack.encode(fields_of(message, changed))))
 
 

@@ -132,7 +132,6 @@ PARAMETERS_AT_THEIR_BOUNDS = [
 
 @pytest.mark.parametrize("changed", PARAMETERS_AT_THEIR_BOUNDS, ids=plain_id)
 def test_parameters_at_their_bounds_are_used(changed: dict[str, Any]) -> None:
-    """The smallest and the largest values are not refused."""
     found = read(ANSWER | changed).prefill
     assert msgspec.to_builtins(found) == COORDINATES | {key: changed[key] for key in COORDINATES if key in changed}
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
+from support.codecs import each, plain_id
 
 from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.causes import MAX_SHOWN, FailureCause, HandOverFailed, RevocationCause
@@ -189,24 +191,18 @@ def test_it_comes_back_as_it_was() -> None:
     assert read_headroom(encode_headroom(SAID)) == SAID
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        (name, value)
-        for name in Headroom.__struct_fields__[:-1]
-        for value in (-1, 2**63, "1", None, float("nan") if name.endswith("_seconds") else 1.5)
-    ],
-)
-def test_what_is_no_number_of_things_is_refused(name: str, value: object) -> None:
-    with pytest.raises(Malformed):
-        read_headroom(msgspec.msgpack.encode({**msgspec.structs.asdict(SAID), name: value}))
+WRONG_FIGURES = each(held=[-1], ended=[{"lost": 1}], computed=[{"short": -1}], more=[1])
+WRONG_HEADROOM: list[dict[str, Any]] = [
+    {name: value}
+    for name in Headroom.__struct_fields__[:-1]
+    for value in (-1, 2**63, "1", None, float("nan") if name.endswith("_seconds") else 1.5)
+] + [{"asking": msgspec.to_builtins(FIGURES) | one} for one in WRONG_FIGURES]
 
 
-@pytest.mark.parametrize("changed", [{"held": -1}, {"ended": {"lost": 1}}, {"computed": {"short": -1}}, {"more": 1}])
-def test_what_is_no_figure_of_asking_is_refused(changed: object) -> None:
-    said = {**msgspec.to_builtins(SAID), "asking": {**msgspec.to_builtins(FIGURES), **changed}}  # type: ignore[dict-item]
+@pytest.mark.parametrize("changed", WRONG_HEADROOM, ids=plain_id)
+def test_what_is_no_number_of_things_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(Malformed):
-        read_headroom(msgspec.msgpack.encode(said))
+        read_headroom(msgspec.msgpack.encode(msgspec.to_builtins(SAID) | changed))
 
 
 @pytest.mark.parametrize("said", [b"", b"x", b"\xc1", msgspec.msgpack.encode({"free_tokens": 1})])

@@ -121,7 +121,6 @@ def test_the_device_is_waited_for_where_an_answer_comes_too_early(
 
 @pytest.mark.parametrize("mode", TransferMode)
 def test_there_is_a_gate_where_others_write(mode: TransferMode, gates: list[tuple[Any, ...]]) -> None:
-    """A push opens a gate to the registered memory; a pull needs none."""
     geometry = Geometry(num_pools=2)
     found = registered(geometry, extents=((4096, 8192),), device_id=3)
     build_worker(Stock(), found, Settings(mode), Asking(), Clock()).close()

@@ -243,7 +243,6 @@ def test_it_is_as_large_as_what_it_is_for(load: SlabLoad, slots: int) -> None:
 
 
 def test_on_a_device_it_is_a_small_part_of_the_cache() -> None:
-    """On a device there is little memory beside the cache, so the default is 1/16 of it."""
     assert num_slots(LAYOUT, LOAD, None, is_host=False) == 2000 // 16
     assert num_slots(LAYOUT, SlabLoad(16, 1, (16,)), None, is_host=False) == 64
 

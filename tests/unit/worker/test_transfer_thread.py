@@ -140,7 +140,6 @@ def test_a_revocation_does_not_overtake_who_was_there_before_it(pull: Worker, me
     ids=plain_id,
 )
 def test_a_message_that_cannot_be_read_is_dropped(pull: Worker, notification: bytes) -> None:
-    """It is counted, and the messages after it are handled."""
     remote = pull.remote()
     remote.transport.add_peer(b"local")
     for _ in range(3):
@@ -407,7 +406,6 @@ def test_a_thread_that_was_not_started_can_be_closed() -> None:
 
 
 def test_a_writer_that_says_nothing_does_not_keep_the_thread_awake(push: Worker) -> None:
-    """A writer may not answer for long: the thread does not poll for it every millisecond."""
     remote = push.remote()
     push.thread.submit(wanted(1, None), writable((1,), always))
     push.deliver()

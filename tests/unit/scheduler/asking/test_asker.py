@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from support.internals import leftovers
-from support.transports import until
+from support.waiting import until
 
 from kvcached_nixl.scheduler.asking import asker as module
 from kvcached_nixl.scheduler.asking.asker import Asker, taken
@@ -256,44 +256,27 @@ def test_the_key_is_shown_to_nobody(decode: Decode, serve: Serve, caplog: pytest
     assert not [one for one in (*said, caplog.text) if "secre" in one]
 
 
-def test_an_answer_without_end_is_cut_off(decode: Decode, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_ANSWER_BYTES", 1 << 16)
-
-    async def endless(request: web.Request) -> web.StreamResponse:
+def endless(piece: bytes, pause_seconds: float) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         while True:
-            await response.write(b"x" * 4096)
+            await response.write(piece)
+            await asyncio.sleep(pause_seconds)
 
-    decode.asker.ask(1, serve(endless).server, Question("r", [1]))
+    return handler
+
+
+def test_an_answer_without_end_is_cut_off(decode: Decode, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_ANSWER_BYTES", 1 << 16)
+    decode.asker.ask(1, serve(endless(b"x" * 4096, 0.0)).server, Question("r", [1]))
     assert "more than 65536 bytes" in decode.answer().reason
-
-
-def test_half_an_answer(decode: Decode, serve: Serve) -> None:
-    async def half(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Length": "1000"})
-        await response.prepare(request)
-        await response.write(b'{"kv_transfer_params"')
-        assert request.transport is not None
-        request.transport.close()
-        return response
-
-    decode.asker.ask(1, serve(half).server, Question("r", [1]))
-    assert isinstance(decode.answer(), Outcome)
 
 
 def test_an_answer_that_never_ends(decode: Decode, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then keeps every connection alive."""
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
-
-    async def drips(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        while True:
-            await response.write(b" ")
-            await asyncio.sleep(0.01)
-
-    prefill = serve(drips)
+    prefill = serve(endless(b" ", 0.01))
     decode.asker.ask(1, prefill.server, Question("r", [1]))
     found = decode.answer()
     assert "not ended it within" in found.reason and found.is_of_server
@@ -333,6 +316,7 @@ def test_no_cookie_chooses_the_next_server(decode: Decode, serve: Serve) -> None
     [
         *(b"", b"\x16\x03\x01", b"no HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000),
         *(b"HTTP/1.1 200 OK\r\nContent-Length: %s\r\n\r\n{}" % length for length in (b"-1", b"3", b"x")),
+        b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"kv_transfer_params"',
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n{}",
         # It repeats what it was sent.
         *(b"Bearer secret HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: Bearer secret\x01\r\n\r\n"),
@@ -393,10 +377,9 @@ def asked_in_vain(decode: Decode, serve: Serve) -> Prefill:
     """A server that has been asked, and never answers."""
     begun = threading.Event()
 
-    async def never(_: web.Request) -> web.StreamResponse:
+    async def never(request: web.Request) -> web.StreamResponse:
         begun.set()
-        await asyncio.Event().wait()
-        raise AssertionError
+        return await hanging(request)
 
     prefill = serve(never)
     decode.asker.ask(1, prefill.server, Question("r", [1]))
@@ -404,9 +387,12 @@ def asked_in_vain(decode: Decode, serve: Serve) -> Prefill:
     return prefill
 
 
-def test_prefill_notices_that_nobody_waits_any_more(decode: Decode, serve: Serve) -> None:
+@pytest.mark.parametrize("ends", [lambda asker: asker.cancel(1), Asker.close], ids=["cancelled", "closed"])
+def test_prefill_notices_that_nobody_waits_any_more(
+    decode: Decode, serve: Serve, ends: Callable[[Asker], None]
+) -> None:
     prefill = asked_in_vain(decode, serve)
-    decode.asker.cancel(1)
+    ends(decode.asker)
     assert prefill.left.wait(10)
     assert not decode.asker.has_answers
 
@@ -449,12 +435,6 @@ def test_one_that_is_cancelled_before_it_begins_leaves_nothing(decode: Decode, s
     decode.asker.cancel(1)
     assert prefill.left.wait(10)
     until(lambda: not leftovers(decode.asker, but=("_headers",)))
-
-
-def test_closing_ends_what_is_asked(decode: Decode, serve: Serve) -> None:
-    prefill = asked_in_vain(decode, serve)
-    decode.asker.close()
-    assert prefill.left.wait(10)
 
 
 def test_one_of_the_addresses_of_a_name_is_asked_by_its_name(decode: Decode, serve: Serve) -> None:

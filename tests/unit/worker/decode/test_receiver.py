@@ -13,15 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.clocks import ManualClock
 from support.internals import leftovers, num_open, writers_of
-from support.worker_fakes import (
-    BLOCK_SIZE,
-    DIGEST,
-    Local,
-    Remote,
-    address,
-    manifest,
-    wanted,
-)
+from support.worker_fakes import BLOCK_SIZE, DIGEST, Local, Remote, address, manifest, wanted
 
 from kvcached_nixl.ids import DecodeRequestId
 from kvcached_nixl.settings import TransferMode
@@ -29,15 +21,7 @@ from kvcached_nixl.transport.agent import TransportError
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import Process
 from kvcached_nixl.wire.manifest import BlockRange, Manifest
-from kvcached_nixl.wire.messages import (
-    Registration,
-    Release,
-    StagingRequest,
-    Stopped,
-    Withdrawal,
-    Written,
-    decode,
-)
+from kvcached_nixl.wire.messages import Registration, Release, StagingRequest, Stopped, Withdrawal, Written, decode
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, UnneededOffer
 from kvcached_nixl.worker.decode.fencing import (
@@ -138,7 +122,6 @@ def keep(remote: Remote, made: Manifest = MANIFEST) -> None:
     ids=["a block too many", "far out", "block size", "smaller blocks", "short", "groups", "no groups", "too late"],
 )
 def test_a_manifest_that_does_not_fit_prefills_memory_costs_only_its_attempt(pull: Decode, made: Manifest) -> None:
-    """The attempt fails with RANGE, nothing is posted, and the connection to prefill is kept."""
     remote = pull.remote()
     keep(remote, made)
     pull.want(wanted(1, made))
@@ -328,7 +311,6 @@ def test_others_are_written_through_the_gate_that_is_to_be_closed_until_they_are
 def test_a_gate_that_cannot_be_opened_or_closed_keeps_what_may_be_written(
     what: str, push: Decode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The blocks stay in quarantine, and opening or closing is tried again."""
     remote = registered(push, wanted(1, None), process=THERE)
     push.network.vanish(remote.transport.name)
     first = push.network.gates["local#1"]

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.digest_fakes import cell_at, laid_out
 
 from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.planes import Planes
@@ -24,53 +24,24 @@ def pair(local: Planes, remote: Planes, *arguments: Any, **more: Any) -> Descrip
     return Route(local, remote).descriptors(*arguments, **more)
 
 
-@dataclasses.dataclass
-class Side:
+class Side(NamedTuple):
     """A rank's memory: bytes, and the planes that describe them. Addresses are offsets into ``memory``."""
 
     planes: Planes
     memory: np.ndarray[Any, np.dtype[np.uint8]]
 
     def cell(self, plane: int, block: int, token: int, head: int) -> slice:
-        at = (
-            self.planes.bases[plane]
-            + block * self.planes.block_stride_bytes
-            + token * self.planes.token_stride_bytes
-            + (head - self.planes.first_head) * self.planes.head_stride_bytes
-        )
+        at = cell_at(self.planes, self.planes.bases[plane], block, token, head - self.planes.first_head)
         return slice(at, at + CELL_BYTES)
 
 
 def side(
-    planes: int,
-    num_blocks: int,
-    block_size: int,
-    num_heads: int,
-    first_head: int,
-    *,
-    head_major: bool = False,
-    contiguous: bool = False,
-    seed: int = 0,
+    planes: int, num_blocks: int, block_size: int, num_heads: int, first_head: int, *, seed: int = 0, **how: bool
 ) -> Side:
-    block_bytes = block_size * num_heads * CELL_BYTES
-    gap = 6
-    total = planes * (num_blocks * block_bytes + gap)
-    bases = [p * block_bytes if contiguous else p * (num_blocks * block_bytes + gap) for p in range(planes)]
-    return Side(
-        Planes(
-            bases=tuple(bases),
-            keys=tuple(range(planes)),
-            block_stride_bytes=block_bytes * (planes if contiguous else 1),
-            token_stride_bytes=CELL_BYTES if head_major else num_heads * CELL_BYTES,
-            head_stride_bytes=block_size * CELL_BYTES if head_major else CELL_BYTES,
-            cell_bytes=CELL_BYTES,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_heads=num_heads,
-            first_head=first_head,
-        ),
-        np.random.default_rng(seed).integers(0, 256, total, dtype=np.uint8),
-    )
+    gap, heads = 6, range(first_head, first_head + num_heads)
+    made = laid_out(planes, num_blocks, block_size, heads, CELL_BYTES, gap=gap, **how)
+    total = planes * (num_blocks * block_size * num_heads * CELL_BYTES + gap)
+    return Side(made, np.random.default_rng(seed).integers(0, 256, total, dtype=np.uint8))
 
 
 @st.composite

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.digest_fakes import cell_at
 from support.kvcached_memory import Geometry, geometries
 
 from kvcached_nixl.errors import LayoutRefused
@@ -44,12 +45,7 @@ def test_a_cell_is_what_attention_sees_of_a_token_and_a_head(geometry: Geometry)
         cells = view.permute(*order, view.dim() - 1, *alone).flatten(len(order))
         for place in torch.cartesian_prod(*(torch.arange(size) for size in cells.shape[:-1])).tolist():
             block, token, *head = place
-            at = (
-                base
-                + block * planes.block_stride_bytes
-                + token * planes.token_stride_bytes
-                + (head[0] if head else 0) * planes.head_stride_bytes
-            )
+            at = cell_at(planes, base, block, token, *head)
             expected = cells[tuple(place)].contiguous().view(torch.uint8).numpy().tobytes()
             assert ctypes.string_at(at, planes.cell_bytes) == expected
 

@@ -148,7 +148,6 @@ def test_pages_that_lie_in_another_way_than_attentions_are_refused() -> None:
 
 
 def test_no_bytes_of_neighbours_are_moved() -> None:
-    """A copy by descriptors changes the state's page of the target block in each layer, and nothing else."""
     geometry = dataclasses.replace(BASE, contiguous=False)
     layout = layout_of(geometry)
     groups = groups_of(layout, geometry)

@@ -47,20 +47,12 @@ def spoiled(remote: Remote) -> list[bytes]:
     half = msgspec.msgpack.encode(Answer(START, b"\x91" * 5000))
     rank = msgspec.to_builtins(remote.handshake(), builtin_types=(bytes,)) | {"token_table_address": 2**63}
     huge = msgspec.msgpack.encode(Answer(START, msgspec.msgpack.encode(rank)))
-    return [
-        b"",
-        sound[:-3],
-        b"\xc1" + sound,
-        b"\x91" * 100_000,
-        half,
-        huge,
-        remote.answer()[1].replace(START.encode(), b"x" * 16),
-    ]
+    other = sound.replace(START.encode(), b"x" * 16)
+    return [b"", sound[:-3], b"\xc1" + sound, b"\x91" * 100_000, half, huge, other]
 
 
 @pytest.mark.parametrize("number", range(7))
 def test_metadata_that_cannot_be_read_costs_the_attempt(local: Local, number: int) -> None:
-    """Only the attempt fails: the engine goes on, and no peer counts as dead."""
     remote = local.remote()
     local.asking.answers[remote.place] = TAG, spoiled(remote)[number]
     needing = Needing(local, remote.address)
@@ -84,7 +76,6 @@ def met(local: Local, **more: Any) -> Remote:
 
 
 def test_one_address_that_answers_as_two_engines_costs_what_it_is_asked_for(local: Local) -> None:
-    """Two engines answer at one address in turn; the one that answered before counts as dead."""
     one = local.remote("one", is_answering=False)
     other = local.remote("other", is_answering=False)
     assert one.place == other.place

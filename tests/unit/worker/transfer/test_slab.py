@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.digest_fakes import cell_at
 from support.kvcached_memory import Geometry, geometries
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,13 +36,7 @@ def allocate(geometry: Geometry) -> tuple[Layout, list[torch.Tensor], tuple[Grou
 def cells(groups: tuple[GroupMemory, ...], block: int) -> list[bytes]:
     """Every cell of a block, in an order that both sides of a transfer have."""
     return [
-        ctypes.string_at(
-            base
-            + block * planes.block_stride_bytes
-            + token * planes.token_stride_bytes
-            + head * planes.head_stride_bytes,
-            planes.cell_bytes,
-        )
+        ctypes.string_at(cell_at(planes, base, block, token, head), planes.cell_bytes)
         for group in groups
         for planes in group.planes
         for base in planes.bases

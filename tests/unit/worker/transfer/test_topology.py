@@ -13,13 +13,7 @@ from kvcached_nixl.wire.messages import KernelBlockRange
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.planes import GroupMemory, Planes, moves
 from kvcached_nixl.worker.geometry.descriptors import Descriptors
-from kvcached_nixl.worker.transfer.topology import (
-    LocalRank,
-    contributors,
-    fits,
-    ranges,
-    routes,
-)
+from kvcached_nixl.worker.transfer.topology import LocalRank, contributors, fits, ranges, routes
 
 MAX_RANKS = 12
 MAX_HEADS = 24

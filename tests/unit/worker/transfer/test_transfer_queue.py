@@ -116,7 +116,6 @@ def test_however_many_peers_have_nothing_in_flight_there_is_an_end() -> None:
 
 
 def test_a_peer_that_takes_nothing_costs_the_others_its_budget_and_no_more() -> None:
-    """A peer whose transfers never end uses up its own budget; the others' jobs go on."""
     mover = Mover()
     mover.job("slow", 1000, "a")
     mover.transfer_queue.turn()
