@@ -59,13 +59,16 @@ def test_a_prompt_that_is_cached_here_is_computed_here() -> None:
 
 @DIRECTIONS
 @pytest.mark.parametrize("accepts_params", [False, True], ids=["refused", "accepted"])
-def test_what_a_client_names_is_not_used_unless_it_may_be(mode: str, accepts_params: bool) -> None:
+@pytest.mark.parametrize("said", [True, [], {}, ""], ids=repr)
+def test_what_a_client_names_is_not_used_unless_it_may_be(mode: str, accepts_params: bool, said: Any) -> None:
+    """Whatever the type: servers that are well would pay for it."""
     pair = Asks(mode, accepts_params=accepts_params)
-    found = pair.ask_decode(pair.meet(remote_host="nowhere"))
+    found = pair.ask_decode(pair.meet(remote_host="nowhere", do_remote_prefill=said))
     pair.decode.handover.ask()
     assert bool(pair.asked) is not accepts_params
     pair.serve()
     assert is_fetched(found) is not accepts_params
+    assert not any(one.num_failures for one in pair.decode.handover.asking.servers.all)
 
 
 # ------------------------------------------------------------------------------------------------------ equal prompts
