@@ -151,7 +151,7 @@ class Asking:
         if self.questions.has_tries(wanted) and not self._replaces(self.servers.choose(*wanted.choice).server):
             self._fetching.forget(request)
             self._wait(wanted)
-        elif self._computes and self._fetching.may_compute(request):
+        elif self._computes and self._fetching.is_tried(request):
             self._wait_locally(wanted, wanted.outcome.computed, wanted.request.num_prompt_tokens)
         else:
             self._fetching.forget(request)
@@ -344,7 +344,7 @@ class Asking:
     def _go_on(self, wanted: Wanted, params: Mapping[str, Any]) -> None:
         wanted.stage = Stage.FETCHING
         self._engine.blocks.release(wanted.request.request_id, params)
-        self._fetching.arrived(wanted.request, computes=not self._is_required)
+        self._fetching.arrived(wanted.request, computes=not self._is_required, is_asked=True)
 
     # ------------------------------------------------------------------------------------------------ answers
 

@@ -139,7 +139,7 @@ class Fetching:
     unneeded_: list[Any] = field(default_factory=list)
     received: set[str] = field(default_factory=set)
 
-    def arrived(self, request: Any, *, computes: bool) -> None:
+    def arrived(self, request: Any, *, computes: bool, is_asked: bool) -> None:
         self.arrived_.append(request.request_id)
 
     def refuse(self, request: Any, failure: Exception, *, computes: bool) -> bool:
@@ -155,7 +155,7 @@ class Fetching:
     def failure_of(self, request: Any) -> HandOverFailed | None:
         return self.failures.get(request.request_id)
 
-    def may_compute(self, request: Any) -> bool:
+    def is_tried(self, request: Any) -> bool:
         return True
 
     def forget(self, request: Any) -> None:
