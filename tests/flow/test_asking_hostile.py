@@ -31,8 +31,8 @@ def ends(pair: Asks, found: Request, *, recomputes: bool) -> None:
 
 
 def is_told(pair: Asks, changed: dict[str, Any], seconds: float) -> None:
-    """Prefill's answer has other parameters than it would have, and so has the next one."""
-    for _ in range(2):
+    """Prefill's answer has other parameters than it would have, and so have all others."""
+    for _ in range(3):
         pair.compute()
         if pair.asked:
             asked = pair.asked[0]

@@ -333,8 +333,10 @@ class Asking:
         self._engine.timelines.enter(wanted.request.request_id, State.DECODE_ASKING)
         self.local.break_even.begins(wanted.request.request_id, choice.num_tokens, is_local=False)
         question = wanted.question
-        # While prefill computes others, this one's blocks are better used here.
-        wanted.named = server.engine if self._pushes and not choice.num_before else None
+        # While prefill computes others, this one's blocks are better used here. After a rolling restart no server has
+        # the engine that answered last.
+        may_name = self._pushes and not choice.num_before and not wanted.outcome.is_of_engine
+        wanted.named = server.engine if may_name else None
         if wanted.named is not None:
             # Never used again: prefill would pair it with another request.
             question = dataclasses.replace(question, transfer_id=uuid.uuid4().hex)
