@@ -27,7 +27,7 @@ from kvcached_nixl.scheduler.fetch_request import FetchAttempts, FetchRequest
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import asks, cached_tokens_in, read_fetch
-from kvcached_nixl.wire.step import BlockIds, EndRenewal, FetchSpec, UnneededOffer, Withdraw
+from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, UnneededOffer, Withdraw
 from kvcached_nixl.wire.timeline import State
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class DecodeFetches:
         for number in ended:
             arrived = self.attempts.all_ranks_ended(number)
             if arrived is not None:
-                self._engine.step.tell(EndRenewal(arrived.request_id))
+                self._engine.step.tell(LeaseRenewal(arrived.request_id))
                 self._engine.timelines.enter(arrived.request_id, State.DECODE_RESUMING)
                 received.add(arrived.request_id)
                 self.received[arrived.request_id] = arrived
@@ -334,7 +334,7 @@ class DecodeFetches:
             one.release_computed()
         if not one.may_be_computed:
             self.ending.add(one.request_id)
-        self._engine.step.tell(EndRenewal(one.request_id))
+        self._engine.step.tell(LeaseRenewal(one.request_id))
         one.not_received(failure)
 
     def _stop(self, one: FetchRequest, reason: str) -> None:
@@ -344,4 +344,4 @@ class DecodeFetches:
 
     def _end_renewal(self, one: FetchRequest) -> None:
         self.queued.discard(one.request_id)
-        self._engine.step.tell(EndRenewal(one.request_id))
+        self._engine.step.tell(LeaseRenewal(one.request_id))
