@@ -27,7 +27,7 @@ from kvcached_nixl.scheduler.fetch_request import FetchAttempts, FetchRequest
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import asks, cached_tokens_in, read_fetch
-from kvcached_nixl.wire.step import BlockIds, EndRenewal, FetchSpec, UnneededOffer, Withdraw
+from kvcached_nixl.wire.step import BlockIds, FetchSpec, LeaseRenewal, UnneededOffer, Withdraw
 from kvcached_nixl.wire.timeline import State
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ class DecodeFetches:
         one = DecodeRequestId(request_id)
         return one in self.queued or one in self._given_up
 
-    def arrived(self, request: RequestView, *, computes: bool = True) -> None:
-        """A request has entered the engine. Starts renewing its lease, which may end before it has blocks."""
+    def arrived(self, request: RequestView, *, computes: bool = True, is_asked: bool = False) -> None:
+        """A request has entered the engine, or prefill was asked for it. Starts renewing its lease, which may end
+        before it has blocks."""
         params = request.params
         if params is None or not asks(params, "do_remote_prefill") or request.request_id in self._requests:
             return
@@ -88,7 +89,7 @@ class DecodeFetches:
             fetch = read_fetch(params, request.request_id, may_rendezvous=self._engine.is_push)
         except HandOverFailed as error:
             refused = error.with_traceback(None)
-        one = FetchRequest(self._engine, request, fetch, refused, computes, cached_tokens_in(params))
+        one = FetchRequest(self._engine, request, fetch, refused, computes, cached_tokens_in(params), is_asked)
         if request.is_session:
             # Whatever the policy: one that failed would go on without its beginning.
             reason = (
@@ -109,7 +110,7 @@ class DecodeFetches:
         """A request gets no KV although it was asked for. Returns whether it is computed here, when it is its turn:
         if ``computes``, and ``kv_load_failure_policy`` says so. Else it ends with an error, whatever it waits for."""
         computes = computes and self._engine.stock.recomputes
-        one = FetchRequest(self._engine, request, None, failure, computes)
+        one = FetchRequest(self._engine, request, None, failure, computes, is_asked=True)
         self._engine.timelines.begin(request, State.DECODE_QUEUED)
         if computes:
             self._requests[one.request_id] = one
@@ -145,10 +146,9 @@ class DecodeFetches:
             return False
         return True
 
-    def may_compute(self, request: RequestView) -> bool:
-        """Whether a request whose attempt has failed may be computed here as it is: all of its prompt is here."""
-        one = self._requests[DecodeRequestId(request.request_id)]
-        return one.is_tried and one.may_be_computed
+    def is_tried(self, request: RequestView) -> bool:
+        """Whether a request whose hand-over has failed had blocks for it."""
+        return self._requests[DecodeRequestId(request.request_id)].is_tried
 
     def forget(self, request: RequestView) -> None:
         """The hand-over of a request that has no blocks has failed, and another one may follow."""
@@ -278,7 +278,7 @@ class DecodeFetches:
         for number in ended:
             arrived = self.attempts.all_ranks_ended(number)
             if arrived is not None:
-                self._engine.step.tell(EndRenewal(arrived.request_id))
+                self._engine.step.tell(LeaseRenewal(arrived.request_id))
                 self._engine.timelines.enter(arrived.request_id, State.DECODE_RESUMING)
                 received.add(arrived.request_id)
                 self.received[arrived.request_id] = arrived
@@ -334,7 +334,7 @@ class DecodeFetches:
             one.release_computed()
         if not one.may_be_computed:
             self.ending.add(one.request_id)
-        self._engine.step.tell(EndRenewal(one.request_id))
+        self._engine.step.tell(LeaseRenewal(one.request_id))
         one.not_received(failure)
 
     def _stop(self, one: FetchRequest, reason: str) -> None:
@@ -344,4 +344,4 @@ class DecodeFetches:
 
     def _end_renewal(self, one: FetchRequest) -> None:
         self.queued.discard(one.request_id)
-        self._engine.step.tell(EndRenewal(one.request_id))
+        self._engine.step.tell(LeaseRenewal(one.request_id))

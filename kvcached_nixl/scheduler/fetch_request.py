@@ -41,8 +41,9 @@ class FetchRequest:
         refused: why its KV is not handed over.
         computes: it may be computed here in place of its KV.
         cached_tokens: of its prompt, in prefill's prefix cache, as far as it is known.
-        lacks_media: its prompt has placeholders for images, sounds, ... that did not come with it, so computing it here
-            would give a wrong answer. Set by `check`.
+        is_asked: decode has asked for it itself: its client has sent all of its prompt here.
+        lacks_media: its prompt has placeholders for images, sounds, ... that a router may have sent to prefill only, so
+            computing it here would give a wrong answer. Set by `check`.
         is_checked: `check` has compared its prompt with the manifest.
         is_tried: it was given blocks, or refused. From then on it is computed here, e.g. after a preemption.
         digest: of the first ``num_tokens`` tokens, which prefill has.
@@ -59,6 +60,7 @@ class FetchRequest:
     refused: HandOverFailed | None
     computes: bool = True
     cached_tokens: int = 0
+    is_asked: bool = False
     lacks_media: bool = False
     is_checked: bool = False
     is_tried: bool = False
@@ -110,10 +112,12 @@ class FetchRequest:
         self.is_checked = True
         request, groups, most_tokens = self.request, self.engine.groups, self._most_tokens()
         self.end_token = self.num_tokens = num_tokens = most_tokens
-        self.lacks_media = request.lacks_media
+        manifest = self.manifest
+        if not self.is_asked:
+            num_media = 0 if manifest is None else manifest.num_media
+            self.lacks_media = request.lacks_media or num_media > request.num_media
         if self.fetch is None:
             return
-        manifest = self.manifest
         if manifest is not None:
             self.num_tokens = num_tokens = manifest.num_tokens
             self.end_token = min(num_tokens, most_tokens)
@@ -126,7 +130,6 @@ class FetchRequest:
                 self.refused = HandOverFailed(FailureCause.DIGEST, reason)
                 return
         self.digest = request.digest(num_tokens)
-        self.lacks_media |= manifest is not None and manifest.num_media > request.num_media
         if manifest is not None and manifest.digest != self.digest:
             self.refused = HandOverFailed(
                 FailureCause.DIGEST, f"prefill computed another prompt of {num_tokens} tokens"

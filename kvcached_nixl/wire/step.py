@@ -134,12 +134,13 @@ class UnneededOffer(_Command, frozen=True):
 
 
 class LeaseRenewal(_Command, frozen=True):
-    """Decode: start renewing the lease of this prefill request, until told to stop."""
+    """Decode: from now on renew the lease of this prefill request, and no other one, for its own request; without
+    ``prefill``, none."""
 
     request_id: DecodeRequestId
-    prefill: RemotePrefill
-    name: str
-    lease_seconds: float
+    prefill: RemotePrefill | None = None
+    name: str = ""
+    lease_seconds: float = 0.0
 
 
 class OfferUpdate(_Command, frozen=True):
@@ -197,12 +198,6 @@ class Withdraw(_Command, frozen=True):
     reason: str
 
 
-class EndRenewal(_Command, frozen=True):
-    """Decode: stop renewing this request's lease."""
-
-    request_id: DecodeRequestId
-
-
 class Finish(_Command, frozen=True):
     """Prefill: the request computes no more tokens, and its blocks are kept for decode."""
 
@@ -246,9 +241,8 @@ class Preempt(_Command, frozen=True):
 StepCommand: TypeAlias = (
     # First: no message of a peer that is handled after it finds the offer.
     Revoke
-    # In this order: a request may arrive and end between two steps.
     | LeaseRenewal
-    | EndRenewal
+    # Before `Withdraw`: a request may arrive and end between two steps.
     | FetchSpec
     # Before `Stop`: of a request that has arrived and was aborted since, both are told.
     | OfferUpdate

@@ -129,8 +129,7 @@ class TransferThread:
                 LocalIdentity: self._identify,
                 NewWeights: self._identify,
                 step.Revoke: self._revoke,
-                step.LeaseRenewal: receiver.renewals.begin,
-                step.EndRenewal: lambda one: receiver.renewals.end(one.request_id),
+                step.LeaseRenewal: receiver.renewals.want,
                 FetchSpec: receiver.fetch,
                 BlocksWritable: lambda one: receiver.begin(*one.attempts),
                 OfferUpdate: registry.offer,
@@ -283,7 +282,7 @@ class TransferThread:
             attempts = command.attempts
         elif isinstance(command, (FetchSpec, step.Withdraw)):
             attempts = (command.attempt,)
-        elif isinstance(command, (LocalIdentity, step.LeaseRenewal, step.EndRenewal, step.UnneededOffer)):
+        elif isinstance(command, (LocalIdentity, step.LeaseRenewal, step.UnneededOffer)):
             attempts = ()
         else:
             # Not contained: the scheduler must hear when prefill's blocks are free, and half of the state is updated.

@@ -90,19 +90,22 @@ def test_memory_the_stock_worker_reads_otherwise_stops_the_engine(tmp_path: Path
 
 
 UNSERVED = {
-    "decode_context_parallel_size": "--decode-context-parallel-size 2",
-    "prefill_context_parallel_size": "--prefill-context-parallel-size 2",
-    "calculate_kv_scales": "--calculate-kv-scales",
+    ("parallel_config", "decode_context_parallel_size", 2): "--decode-context-parallel-size 2",
+    ("parallel_config", "prefill_context_parallel_size", 2): "--prefill-context-parallel-size 2",
+    ("cache_config", "calculate_kv_scales", True): "--calculate-kv-scales",
+    ("model_config", "runner_type", "pooling"): "--runner pooling",
 }
 
 
-@pytest.mark.parametrize("setting", list(UNSERVED))
-def test_what_no_peer_could_make_sense_of_stops_the_engine_in_words(setting: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", list(UNSERVED), ids=str)
+def test_what_no_peer_could_make_sense_of_stops_the_engine_in_words(
+    setting: tuple[str, str, Any], tmp_path: Path
+) -> None:
     """Finding A5: bytes would arrive, and mean something else there. Refused before any memory is registered."""
     geometry = dataclasses.replace(GQA, era=ERAS[0])
     engine = engine_of(geometry, tmp_path)
-    config = engine.config.cache_config if "scales" in setting else engine.config.parallel_config
-    setattr(config, setting, True if "scales" in setting else 2)
+    owner, name, value = setting
+    setattr(getattr(engine.config, owner), name, value)
     with pytest.raises(LayoutRefused) as raised:
         engine.register(geometry.allocate()[0])
     assert UNSERVED[setting] in raised.value.found

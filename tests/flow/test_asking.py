@@ -59,13 +59,40 @@ def test_a_prompt_that_is_cached_here_is_computed_here() -> None:
 
 @DIRECTIONS
 @pytest.mark.parametrize("accepts_params", [False, True], ids=["refused", "accepted"])
-def test_what_a_client_names_is_not_used_unless_it_may_be(mode: str, accepts_params: bool) -> None:
+@pytest.mark.parametrize("said", [True, [], {}, ""], ids=repr)
+def test_what_a_client_names_is_not_used_unless_it_may_be(mode: str, accepts_params: bool, said: Any) -> None:
+    """Whatever the type: servers that are well would pay for it."""
     pair = Asks(mode, accepts_params=accepts_params)
-    found = pair.ask_decode(pair.meet(remote_host="nowhere"))
+    found = pair.ask_decode(pair.meet(remote_host="nowhere", do_remote_prefill=said))
     pair.decode.handover.ask()
     assert bool(pair.asked) is not accepts_params
     pair.serve()
     assert is_fetched(found) is not accepts_params
+    assert not any(one.num_failures for one in pair.decode.handover.asking.servers.all)
+
+
+def test_what_the_next_server_keeps_is_renewed() -> None:
+    """Push, with engines that are known: the first one dies when decode has gone on. In one step decode ends its lease,
+    and begins the next one's; then it has no room for longer than a lease."""
+    pair = Asks(PUSH, "q", recomputes=False)
+    pair.cluster.answers_at_once = True
+    for seed in range(4):
+        pair.arrives(prompt(seed))
+        pair.settle()
+    pair.cluster.answers_at_once = False
+    found = pair.arrives(prompt(9))
+    first = pair.of(found)
+    pair.decode.step()
+    pair.cluster.kill(first.server)
+    first.deliver()
+    while first in pair.asked or not pair.asked:
+        pair.decode.step()
+    assert found.status is Status.WAITING and found.request_id not in pair.decode.held
+    pair.decode.admits, pair.cluster.answers_at_once = False, True
+    pair.pass_time(3 * LEASE_SECONDS)
+    pair.decode.admits = True
+    pair.settle()
+    assert is_fetched(found)
 
 
 # ------------------------------------------------------------------------------------------------------ equal prompts

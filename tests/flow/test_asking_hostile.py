@@ -31,8 +31,8 @@ def ends(pair: Asks, found: Request, *, recomputes: bool) -> None:
 
 
 def is_told(pair: Asks, changed: dict[str, Any], seconds: float) -> None:
-    """Prefill's answer has other parameters than it would have, and so has the next one."""
-    for _ in range(2):
+    """Prefill's answer has other parameters than it would have, and so have all others."""
+    for _ in range(3):
         pair.compute()
         if pair.asked:
             asked = pair.asked[0]
@@ -251,16 +251,20 @@ def test_a_prompt_that_is_cached_here_by_the_time_its_kv_comes(mode: str, is_req
     pair.nothing_is_left(2 * LEASE_SECONDS)
 
 
-def test_placeholders_without_their_media_are_not_computed_in_turn() -> None:
-    """Prefill dies when its prompt's blocks are here: another one of the kind fails at once."""
-    pair = Asks(PUSH)
-    found = pair.arrives(lacks_media=True)
+@DIRECTIONS
+@POLICIES
+@pytest.mark.parametrize("is_asked", [False, True], ids=["down", "dies"])
+def test_a_text_that_names_a_placeholder_is_text(mode: str, recomputes: bool, is_asked: bool) -> None:
+    """Its client has sent no image, and no router has left one out. Prefill is down, or dies when it was asked."""
+    pair = Asks(mode, recomputes=recomputes)
+    found = [pair.arrives(lacks_media=True)] if is_asked else []
     pair.decode.step()
     pair.cluster.kill(pair.prefill)
     for one in list(pair.asked):
         one.deliver()
-    pair.round(40)
-    assert found.status is Status.ERROR
+    found += [pair.arrives(prompt(seed), lacks_media=True) for seed in range(2)]
+    for one in found:
+        ends(pair, one, recomputes=recomputes)
     pair.nothing_is_left(2 * LEASE_SECONDS)
 
 

@@ -33,7 +33,7 @@ class Lease:
         self._renewals = Renewals(self._clocks[1])
         self._under_way: list[bytes] = []
         self._leases.grant(THEIRS)
-        self._renewals.begin(LeaseRenewal(DecodeRequestId("d"), PREFILL, THEIRS, LEASE_SECONDS))
+        self._renewals.want(LeaseRenewal(DecodeRequestId("d"), PREFILL, THEIRS, LEASE_SECONDS))
 
     def pass_time(self, seconds: float) -> None:
         for clock in self._clocks:

@@ -27,7 +27,7 @@ from kvcached_nixl.transport.agent import TransferState
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import KernelBlockRange, Written
-from kvcached_nixl.wire.step import EndRenewal, LeaseRenewal, OfferUpdate, Withdraw
+from kvcached_nixl.wire.step import LeaseRenewal, OfferUpdate, Withdraw
 from kvcached_nixl.worker import facade
 from kvcached_nixl.worker.decode.attempt import Attempt, ReadPart
 from kvcached_nixl.worker.decode.fencing import GateUse
@@ -380,8 +380,10 @@ def prefill_does_not_hear_that_it_was_read(_: Any, __: Any) -> None:
 @FAULTS.around(WorkerFacade, "begin_step")
 def a_renewal_outlives_its_request(real: Any, self: Any, step: Any) -> None:
     """A request that arrives and ends in one step: the end is handled first, so its lease is renewed for ever."""
-    begun = {one.request_id for one in step.of(LeaseRenewal)}
-    told = [one for one in step.commands if not isinstance(one, EndRenewal) or one.request_id not in begun]
+    renewals = step.of(LeaseRenewal)
+    begun = {one.request_id for one in renewals if one.prefill is not None}
+    ends = [one for one in renewals if one.prefill is None and one.request_id in begun]
+    told = [one for one in step.commands if one not in ends]
     real(self, msgspec.structs.replace(step, commands=told))
 
 

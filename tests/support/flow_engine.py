@@ -31,7 +31,7 @@ from kvcached_nixl.scheduler.context import EngineContext, Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.wire.handshake import Answers, Process, RankHandshake, Tag, Tensors, Weights
 from kvcached_nixl.wire.manifest import digest_of
-from kvcached_nixl.wire.params import RemotePrefill
+from kvcached_nixl.wire.params import RemotePrefill, asks
 from kvcached_nixl.wire.planes import GroupMemory
 from kvcached_nixl.wire.question import Question
 from kvcached_nixl.wire.step import FAILING, FetchSpec, Report, Reports, Step, WakeAddress
@@ -152,8 +152,8 @@ class Request:
     @property
     def question(self) -> Question | None:
         """As `adapter.requests.RequestView`."""
-        params = self.params or {}
-        if self.computes_prompt or self.is_session or params.get("do_remote_prefill") or params.get("do_remote_decode"):
+        is_named = asks(self.params, "do_remote_prefill") or asks(self.params, "do_remote_decode")
+        if self.computes_prompt or self.is_session or is_named:
             return None
         more = str(self.adapter or ""), "", int(self.priority), self.trace_headers
         return Question(self.request_id, self.prompt, *more)
@@ -162,7 +162,7 @@ class Request:
         self.told_cached = num_tokens
 
     def refuse_prefill(self) -> None:
-        if (self.params or {}).get("do_remote_prefill"):
+        if asks(self.params, "do_remote_prefill"):
             self.params = None
 
     def digest(self, num_tokens: int) -> str:

@@ -151,7 +151,7 @@ class Asking:
         if self.questions.has_tries(wanted) and not self._replaces(self.servers.choose(*wanted.choice).server):
             self._fetching.forget(request)
             self._wait(wanted)
-        elif self._computes and self._fetching.may_compute(request):
+        elif self._computes and self._fetching.is_tried(request):
             self._wait_locally(wanted, wanted.outcome.computed, wanted.request.num_prompt_tokens)
         else:
             self._fetching.forget(request)
@@ -333,8 +333,10 @@ class Asking:
         self._engine.timelines.enter(wanted.request.request_id, State.DECODE_ASKING)
         self.local.break_even.begins(wanted.request.request_id, choice.num_tokens, is_local=False)
         question = wanted.question
-        # While prefill computes others, this one's blocks are better used here.
-        wanted.named = server.engine if self._pushes and not choice.num_before else None
+        # While prefill computes others, this one's blocks are better used here. After a rolling restart no server has
+        # the engine that answered last.
+        may_name = self._pushes and not choice.num_before and not wanted.outcome.is_of_engine
+        wanted.named = server.engine if may_name else None
         if wanted.named is not None:
             # Never used again: prefill would pair it with another request.
             question = dataclasses.replace(question, transfer_id=uuid.uuid4().hex)
@@ -344,7 +346,7 @@ class Asking:
     def _go_on(self, wanted: Wanted, params: Mapping[str, Any]) -> None:
         wanted.stage = Stage.FETCHING
         self._engine.blocks.release(wanted.request.request_id, params)
-        self._fetching.arrived(wanted.request, computes=not self._is_required)
+        self._fetching.arrived(wanted.request, computes=not self._is_required, is_asked=True)
 
     # ------------------------------------------------------------------------------------------------ answers
 

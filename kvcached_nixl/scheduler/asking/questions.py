@@ -109,9 +109,9 @@ class Questions:
             return [self._failed(number, found)]
         server = wanted.tried[-1]
         self._servers.heard(server, engine_in(found))
-        if reason := self.unusable(found, wanted):
+        if (unusable := self.unusable(found, wanted)) is not None:
             self._unneeded += (found,) if found.get("remote_engine_id") != self._own_engine_id else ()
-            return [self._failed(number, Outcome(reason))]
+            return [self._failed(number, unusable)]
         self.close(wanted, Ended.ANSWERED)
         overtaken = self._servers.answered(server, number, queued_tokens_in(found))
         lost = Outcome("it has answered questions that it was asked long after this one")
@@ -129,7 +129,11 @@ class Questions:
     def lost(self, wanted: Wanted, failure: HandOverFailed) -> Outcome:
         """The KV of a request that goes on does not come."""
         cause, is_of_adapter = failure.cause, failure.cause is FailureCause.DIGEST and bool(wanted.question.adapter)
-        outcome = Outcome(str(failure), is_of_server=cause in _OF_SERVER, is_of_adapter=is_of_adapter)
+        is_of_engine = wanted.named is not None and cause is FailureCause.UNREACHABLE
+        is_of_server = cause in _OF_SERVER
+        outcome = Outcome(
+            str(failure), is_of_server=is_of_server, is_of_adapter=is_of_adapter, is_of_engine=is_of_engine
+        )
         self.close(wanted, outcome.ended)
         if outcome.is_of_server or cause in _OF_PREFILL:
             self._charge(wanted, outcome)
@@ -148,7 +152,7 @@ class Questions:
         wanted.num_lost += outcome.has_prompt
         if outcome.is_of_adapter:
             wanted.lacking.add(wanted.tried.pop())
-        elif outcome.is_busy:
+        elif outcome.is_busy or outcome.is_of_engine:
             wanted.tried.pop()
         elif outcome.is_of_server and self._is_required and wanted.num_lost <= MOST_LOST:
             wanted.tried.clear()
@@ -162,15 +166,16 @@ class Questions:
         is_left = self._servers.choose(*wanted.choice).server not in wanted.tried
         return (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES
 
-    def unusable(self, params: Mapping[str, Any], wanted: Wanted) -> str:
-        """Why an answer cannot be used; "" if it can."""
+    def unusable(self, params: Mapping[str, Any], wanted: Wanted) -> Outcome | None:
+        """Why an answer cannot be used; None if it can."""
         if params.get("do_remote_prefill") is not True:
-            return "it offers no KV; expected do_remote_prefill in kv_transfer_params"
+            return Outcome("it offers no KV; expected do_remote_prefill in kv_transfer_params")
         if params.get("remote_engine_id") == self._own_engine_id:
-            return "it is this engine itself; expected another server"
+            return Outcome("it is this engine itself; expected another server")
         if wanted.named is not None and engine_in(params) != wanted.named:
-            return "another engine has answered than that which answered before; it was restarted, or is one of several"
-        return ""
+            reason = "another engine has answered than before; it was restarted, or is one of several"
+            return Outcome(reason, is_of_engine=True)
+        return None
 
     def look_up(self, wanted: Wanted, break_even: BreakEven) -> bool:
         """Asks who has the prefix of a request, once. Returns whether an answer is waited for."""

@@ -58,7 +58,7 @@ class Wanted:
         number: of the question without an answer; 0 if there is none.
         named: the engine that was named before the answer (push).
         outcome: of the last question.
-        tried: the servers that were asked, and were neither busy nor ``lacking``.
+        tried: the servers that were asked, and were neither busy, nor ``lacking``, nor another engine than was named.
         lacking: those that lack its adapter, or have it in another version.
         is_looked_up: servers were asked how much of it they have cached.
         cached: tokens, by what they have said.

@@ -257,6 +257,9 @@ class WorkerView:
         # Each engine computes the scales of an fp8 cache for itself. vLLM 0.28 has removed them.
         if optional(self.vllm_config.cache_config, "calculate_kv_scales"):
             refused.append(("--calculate-kv-scales", "scales that come with the model"))
+        if self._model.runner_type == "pooling":
+            # vLLM hands nothing over for it, and its API server ends with the first request that an engine ends.
+            refused.append(("--runner pooling", "a model that generates"))
         return refused
 
     @property

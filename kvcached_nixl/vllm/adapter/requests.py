@@ -23,6 +23,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.wire.manifest import Embeddings, digest_of
+from kvcached_nixl.wire.params import asks
 from kvcached_nixl.wire.question import Question, plain_id
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -265,7 +266,7 @@ class RequestView:
 
     def refuse_prefill(self) -> None:
         """Forget the prefill server that a client names in its parameters."""
-        if (self.params or {}).get("do_remote_prefill"):
+        if asks(self.params, "do_remote_prefill"):
             self.request.kv_transfer_params = None
             logger.warning(
                 "Request %s comes with kv_transfer_params that name a prefill server; expected none, because this "
@@ -285,14 +286,13 @@ class RequestView:
     @property
     def question(self) -> Question | None:
         request = self.request
-        params = self.params or {}
         if (
             self.computes_prompt
             or self.is_session
             or self.is_stand_in
             or private(request, "sampling_params") is None
-            or params.get("do_remote_prefill")
-            or params.get("do_remote_decode")
+            or asks(self.params, "do_remote_prefill")
+            or asks(self.params, "do_remote_decode")
         ):
             return None
         adapter = "" if request.lora_request is None else str(request.lora_request.lora_name)

@@ -45,20 +45,21 @@ class Renewals:
         self._interval_seconds: dict[tuple[RemotePrefill, str], float] = {}
         self.due = Deadlines[tuple[RemotePrefill, str]]()
 
-    def begin(self, renewal: LeaseRenewal) -> None:
-        """A request has arrived. Its first heartbeat is due at once: how long it took to arrive is unknown."""
-        request_id, lease_seconds = renewal.request_id, renewal.lease_seconds
-        if request_id in self._lease_of:
+    def want(self, renewal: LeaseRenewal) -> None:
+        """A request wants this lease, or none any more. The first heartbeat is due at once: how long the request took
+        to arrive is unknown."""
+        request_id = renewal.request_id
+        self._end(request_id)
+        if renewal.prefill is None:
             return
         lease = self._lease_of[request_id] = renewal.prefill, renewal.name
         wanting = self._wanted_by.setdefault(lease, set())
         if not wanting:
             self.due[lease] = self._clock.now_seconds()
-            self._interval_seconds[lease] = max(INTERVAL * lease_seconds, SHORTEST_INTERVAL_SECONDS)
+            self._interval_seconds[lease] = max(INTERVAL * renewal.lease_seconds, SHORTEST_INTERVAL_SECONDS)
         wanting.add(request_id)
 
-    def end(self, request_id: DecodeRequestId) -> None:
-        """The request has its KV, or has ended. Idempotent."""
+    def _end(self, request_id: DecodeRequestId) -> None:
         lease = self._lease_of.pop(request_id, None)
         if lease is None:
             return

@@ -172,7 +172,7 @@ def worker(**changed: Any) -> WorkerView:
         hf_config=config_of(), hf_text_config=config_of(),
         is_multimodal_model=False, multimodal_config=None, trust_remote_code=False, max_model_len=4096,
         get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
-        model_impl="auto", disable_sliding_window=False, architectures=["Qwen3NextForCausalLM"],
+        model_impl="auto", runner_type="generate", disable_sliding_window=False, architectures=["Qwen3NextForCausalLM"],
         try_get_generation_config=dict, override_generation_config={},
     )  # fmt: skip
     for owner in (parallel, cache, model):

@@ -323,6 +323,7 @@ def test_what_a_prefill_server_is_asked() -> None:
         {"mm_features": [SimpleNamespace(data=None)]},
         {"sampling_params": None},
         {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"kv_transfer_params": {"do_remote_prefill": []}},
         {"kv_transfer_params": {"do_remote_decode": True}},
     ],
     ids=str,
@@ -339,13 +340,20 @@ def test_a_prompt_is_known_by_the_hashes_of_its_full_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{"do_remote_prefill": True, "remote_host": "evil"}, {"do_remote_decode": True}, None]
+    ("params", "is_named"),
+    [
+        *(({"do_remote_prefill": said, "remote_host": "evil"}, True) for said in (True, 1, [], {}, "")),
+        *(({"do_remote_prefill": said, "do_remote_decode": True}, False) for said in (False, 0, None)),
+        (None, False),
+    ],
+    ids=str,
 )
-def test_a_server_that_a_client_names_is_forgotten(params: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_a_client_names_is_forgotten(
+    params: Any, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     found = view(kv_transfer_params=params)
     with caplog.at_level(logging.WARNING, "vllm.kvcached_nixl"):
         found.refuse_prefill()
-    is_named = bool((params or {}).get("do_remote_prefill"))
     assert found.params == (None if is_named else params)
     assert ("accept_kv_transfer_params" in caplog.text) is is_named
 

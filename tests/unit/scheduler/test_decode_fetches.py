@@ -26,7 +26,7 @@ from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.manifest import BlockRange, digest_of
-from kvcached_nixl.wire.step import EndRenewal, FetchSpec, Step, UnneededOffer
+from kvcached_nixl.wire.step import FetchSpec, LeaseRenewal, Step, UnneededOffer
 
 BLOCKS = ([7, 3, 9],)
 ALL = (TOKENS, True)
@@ -81,11 +81,8 @@ class Decode:
         assert is_waiting and missing > 0
         self.allocate(request, BLOCKS, missing)
         step = self.take()
-        assert (step.of(FetchSpec), step.of(UnneededOffer), step.of(EndRenewal)) == (
-            [],
-            [],
-            [EndRenewal(DecodeRequestId(request.request_id))],
-        )
+        assert not step.of(FetchSpec) and not step.of(UnneededOffer)
+        assert step.of(LeaseRenewal)[-1] == LeaseRenewal(DecodeRequestId(request.request_id))
         (cause,) = self.failures.counts
         assert self.failures.counts == {cause: 1}
         assert self.fetching.has_news
@@ -123,7 +120,7 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bo
     decode.allocate(request, BLOCKS, 0)
     step = decode.take()
     assert not step.of(FetchSpec) and [one.digest for one in step.of(UnneededOffer)] == [request.digest(TOKENS)]
-    assert step.of(EndRenewal) == [EndRenewal(D1)] and not decode.failures.counts
+    assert step.of(LeaseRenewal)[-1] == LeaseRenewal(D1) and not decode.failures.counts
 
 
 def test_a_session_with_parameters_that_are_no_good_is_computed_here() -> None:
@@ -367,7 +364,7 @@ def test_a_failed_one_is_forgotten_before_another_server_is_asked() -> None:
     assert failure is not None and failure.cause is FailureCause.DIGEST
     decode.fetching.forget(other)
     step = decode.take()
-    assert step.of(EndRenewal) == [EndRenewal(D1)] and [one.attempt for one in step.of(UnneededOffer)] == [None]
+    assert step.of(LeaseRenewal)[-1] == LeaseRenewal(D1) and [one.attempt for one in step.of(UnneededOffer)] == [None]
     assert decode.fetching.failure_of(other) is None
     again = of_decode("d1")
     decode.arrive(again)

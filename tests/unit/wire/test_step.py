@@ -19,7 +19,6 @@ from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
     ORDER,
     AwaitClaim,
-    EndRenewal,
     FetchSpec,
     Finish,
     LeaseRenewal,
@@ -42,7 +41,6 @@ P1, D1 = PrefillRequestId("p"), DecodeRequestId("d")
 EVERY: list[StepCommand] = [
     Revoke(P1, Revocation(RevocationCause.WEIGHTS, "why")),
     LeaseRenewal(D1, PREFILL, "n", 30.0),
-    EndRenewal(D1),
     FetchSpec(1, D1, PREFILL, None, "n", "", 4, 0, 4, (BlockRange(0, (1,)),)),
     OfferUpdate(P1, "n", "", 4, (BlockRange(0, (1,)),), 4, None),
     AwaitClaim(P1, 1),
@@ -56,19 +54,19 @@ EVERY: list[StepCommand] = [
 
 
 def test_workers_take_commands_in_in_one_order_however_they_were_told() -> None:
-    """Revocations first; a lease begins before it ends; an offer is made before it is stopped. Of one kind, the order
-    in which they were told counts."""
+    """Revocations first; an offer is made before it is stopped. Of one kind, the order in which they were told counts:
+    a lease ends that has begun, or another one begins."""
     assert [type(one) for one in EVERY] == [*ORDER]
     for seed in range(50):
         told = random.Random(seed).sample(EVERY, len(EVERY))
         assert Step("h", 1, WAKE, "s", [*told, *told]).in_order() == [one for one in EVERY for _ in range(2)]
-    withdrawals = [Withdraw(number, "") for number in (3, 1, 2)]
-    assert Step("h", 1, WAKE, "s", [*withdrawals]).in_order() == withdrawals
+    for told in ([Withdraw(number, "") for number in (3, 1, 2)], [LeaseRenewal(D1), EVERY[1], LeaseRenewal(D1)]):
+        assert Step("h", 1, WAKE, "s", [*told]).in_order() == told
 
 
 def test_what_is_withheld_is_one_requests_tokens() -> None:
     """An offer without tokens stays: who has registered for it is told of its end."""
-    empty, full = (msgspec.structs.replace(EVERY[4], ready_tokens=number) for number in (0, 4))
+    empty, full = (msgspec.structs.replace(EVERY[3], ready_tokens=number) for number in (0, 4))
     other = msgspec.structs.replace(full, request_id=PrefillRequestId("other"))
     step = Step("h", 1, WAKE, "s", [empty, full, other, Finish(P1)])
     step.withhold(P1)

@@ -14,7 +14,6 @@ from kvcached_nixl.ids import DecodeRequestId, PrefillRequestId
 from kvcached_nixl.wire.handshake import Weights
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
-    EndRenewal,
     FetchSpec,
     Finish,
     LeaseRenewal,
@@ -198,13 +197,12 @@ def test_what_a_step_was_to_compute_that_has_failed_is_not_offered(is_said: bool
 
 
 def test_a_step_is_taken_in_in_the_order_that_it_says() -> None:
-    """Commands are submitted in this order; a lease that begins and ends in one step is not renewed."""
+    """Commands are submitted in this order."""
     worker = Worker()
-    d1 = DecodeRequestId("d1")
-    renewed, released = LeaseRenewal(d1, PREFILL, "p-1", 30.0), UnneededOffer(PREFILL, "p-1", "n", DIGEST)
+    renewed = LeaseRenewal(DecodeRequestId("d1"), PREFILL, "p-1", 30.0)
+    released = UnneededOffer(PREFILL, "p-1", "n", DIGEST)
     told = [
         renewed,
-        EndRenewal(d1),
         wanted(1, MANIFEST),
         Withdraw(2, "dead"),
         released,

@@ -20,9 +20,9 @@ from kvcached_nixl.scheduler.asking.local import LocalPrefills
 from kvcached_nixl.scheduler.asking.servers import Server
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.settings import TransferMode
-from kvcached_nixl.wire.causes import HandOverFailed
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import HEADROOM_KEY
-from kvcached_nixl.wire.question import Outcome, Question
+from kvcached_nixl.wire.question import Outcome, Question, engine_in
 
 SILENCE_SECONDS = 120.0
 BLOCK = 16
@@ -139,7 +139,7 @@ class Fetching:
     unneeded_: list[Any] = field(default_factory=list)
     received: set[str] = field(default_factory=set)
 
-    def arrived(self, request: Any, *, computes: bool) -> None:
+    def arrived(self, request: Any, *, computes: bool, is_asked: bool) -> None:
         self.arrived_.append(request.request_id)
 
     def refuse(self, request: Any, failure: Exception, *, computes: bool) -> bool:
@@ -155,7 +155,7 @@ class Fetching:
     def failure_of(self, request: Any) -> HandOverFailed | None:
         return self.failures.get(request.request_id)
 
-    def may_compute(self, request: Any) -> bool:
+    def is_tried(self, request: Any) -> bool:
         return True
 
     def forget(self, request: Any) -> None:
@@ -410,6 +410,34 @@ def test_an_answer_may_fail_when_the_kv_is_here(is_computed: bool) -> None:
     decode.answers("a", ODD)
     decode.fetching.failures.clear()
     assert not decode.asking.may_ask_again("a") and not decode.asking.questions.asked
+
+
+def rolled(decode: Decode, found: Any) -> None:
+    """Each server has another engine than it had when it answered last. Asks for "a" until it is asked unnamed."""
+    for one in decode.asking.servers.all:
+        decode.asking.servers.heard(one, engine_in(OF_P))
+    decode.arrives("a")
+    assert decode.fetching.arrived_ == ["a"], "it has gone on with the engine of before"
+    if isinstance(found, HandOverFailed):
+        decode.fetching.failures["a"] = found
+    else:
+        decode.answers("a", found)
+    assert decode.asking.may_ask_again("a")
+    decode.asking.holds_again(decode.blocks.requests["a"])  # type: ignore[arg-type]
+    decode.turn()
+    assert decode.number("a") == 2 and decode.fetching.arrived_ == ["a"], "it waits for an answer"
+
+
+@pytest.mark.parametrize("found", [HandOverFailed(FailureCause.UNREACHABLE, "another engine"), OF_ANOTHER], ids=str)
+def test_engines_that_have_gone_are_no_tries(found: Any) -> None:
+    """Prefill servers were restarted, one after another, while nobody asked them."""
+    decode = Decode("http://p1", "http://p2", pushes=True, recomputes=False)
+    rolled(decode, found)
+    decode.answers("a", ODD)
+    decode.turn()
+    assert decode.number("a") == 3, "this was the first"
+    decode.answers("a", ODD)
+    assert "a" in decode.fetching.refused or not decode.asking.may_ask_again("a")
 
 
 def counted(decode: Decode) -> tuple[dict[str, int], dict[str, int]]:

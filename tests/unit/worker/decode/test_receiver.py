@@ -336,7 +336,7 @@ ENGINE = RemotePrefill("p", "h", 1)
 def test_a_turn_renews_so_many_and_the_next_one_the_others() -> None:
     renewals = Renewals(ManualClock())
     for number in range(3 * MOST_DUE):
-        renewals.begin(LeaseRenewal(DecodeRequestId(f"d{number}"), ENGINE, f"p{number}", LEASE))
+        renewals.want(LeaseRenewal(DecodeRequestId(f"d{number}"), ENGINE, f"p{number}", LEASE))
     found = [name for _ in range(4) for names in renewals.take_due().values() for name in names]
     assert sorted(found) == sorted(f"p{number}" for number in range(3 * MOST_DUE))
 
@@ -353,11 +353,11 @@ def test_what_is_wanted_is_never_without_a_heartbeat_for_longer_than_an_interval
     beaten: dict[int, float] = {}
     for event, request, lease in events:
         name = DecodeRequestId(str(request))
-        if event == "begin" and request not in leases:
+        if event == "begin":
             leases[request] = lease
-            renewals.begin(LeaseRenewal(name, ENGINE, str(lease), LEASE))
+            renewals.want(LeaseRenewal(name, ENGINE, str(lease), LEASE))
         elif event == "end":
-            renewals.end(name)
+            renewals.want(LeaseRenewal(name))
             leases.pop(request, None)
         elif event == "advance":
             clock.advance(1.0)
