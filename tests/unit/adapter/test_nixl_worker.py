@@ -438,7 +438,8 @@ def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any], make_modu
 
 
 @pytest.mark.parametrize(
-    ("option", "is_fact"), [("mm_device_do_normalize", True), ("of_a_later_vllm", True), ("mm_processor_cache_gb", False)]
+    ("option", "is_fact"),
+    [("mm_device_do_normalize", True), ("of_a_later_vllm", True), ("mm_processor_cache_gb", False)],
 )
 def test_every_option_of_media_is_a_fact_but_limits_and_caches(option: str, is_fact: bool) -> None:
     """Decode's processor makes what prefill's encoder takes."""
