@@ -10,14 +10,15 @@ import asyncio
 import dataclasses
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 from support import feature_asks as asks
+from support import waiting
 from support.endpoint_asks import LEAVING, NUMBERED, Body, Row, chat, completion, ids, joined, plain, response
 from support.feature_models import CHAT_TEMPLATE, chat_model, spec
 from vllm.entrypoints.scale_out import factories
@@ -27,6 +28,7 @@ from experiments.common.servers import Asking, Running, Server, ServerSpec
 
 SCRIPT = Path(__file__).parents[1] / "support" / "batch_script.py"
 SECONDS = 90.0
+until = partial(waiting.until, seconds=SECONDS)
 CLEAN_SECONDS = 20.0
 """Less than a lease: what was computed for a client that left is given back, and not kept until its lease ends."""
 MOST_RUNNING = 4
@@ -94,7 +96,7 @@ def test_an_endpoint_answers_as_one_instance(servers: Servers, row: Row, number:
     assert found[0] == expected[0] and (expected[0] == 200 or not row.is_served), (found, expected)
     assert not asks.differences(plain(found[1]), plain(expected[1]))
     if row.is_served and row.is_asked:
-        until("prefill has computed it", lambda: count([servers.prefill], PROMPT_TOKENS) > before, 10)
+        until(lambda: count([servers.prefill], PROMPT_TOKENS) > before, "prefill has computed it", seconds=10)
     elif row.is_served:
         assert count([servers.prefill], PROMPT_TOKENS) == before
     assert not count([servers.decode], "kvcached_nixl:handover_failures_total")
@@ -135,20 +137,13 @@ COUNTED = (
 )
 
 
-def until(what: str, is_so: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 def held(servers: Servers, name: str) -> int:
     return count([servers.decode], name)
 
 
 def computed(servers: Servers) -> None:
     """Of what is on its way to a client that leaves, prefill hears nothing: it would be kept for a lease."""
-    until("answers", lambda: not any(count([servers.prefill], one) for one in BUSY))
+    until(lambda: not any(count([servers.prefill], one) for one in BUSY), "answers")
 
 
 def wait(servers: Servers) -> None:
@@ -159,7 +154,7 @@ def answer(servers: Servers) -> None:
     # The cache cannot be cleared while prefill, which stands still, may write into blocks.
     httpx.post(f"{servers.decode.base_url}/pause?mode=keep&clear_cache=false").raise_for_status()
     servers.prefill.go_on()
-    until("an answer", lambda: held(servers, "kvcached_nixl:waiting_fetches") > 0)
+    until(lambda: held(servers, "kvcached_nixl:waiting_fetches") > 0, "an answer")
     computed(servers)
 
 
@@ -167,13 +162,13 @@ def fetch(servers: Servers) -> None:
     answer(servers)
     servers.prefill.stand_still()
     httpx.post(f"{servers.decode.base_url}/resume").raise_for_status()
-    until("blocks", lambda: held(servers, "kvcached_nixl:used_tokens") > 0)
+    until(lambda: held(servers, "kvcached_nixl:used_tokens") > 0, "blocks")
 
 
 def generate(servers: Servers) -> None:
     before = held(servers, "vllm:generation_tokens_total")
     servers.prefill.go_on()
-    until("tokens", lambda: held(servers, "vllm:generation_tokens_total") > before + 20)
+    until(lambda: held(servers, "vllm:generation_tokens_total") > before + 20, "tokens")
     computed(servers)
 
 
@@ -194,7 +189,7 @@ def test_clients_that_leave_leave_nothing(servers: Servers, place: int) -> None:
             ]
             try:
                 await asyncio.to_thread(
-                    until, "requests", lambda: held(servers, "vllm:num_requests_waiting{") >= len(sent) + 2 * 3
+                    until, lambda: held(servers, "vllm:num_requests_waiting{") >= len(sent) + 2 * 3, "requests"
                 )
                 await asyncio.to_thread(STAGES[place], servers)
                 assert not any(one.done() for one in sent)
@@ -202,13 +197,13 @@ def test_clients_that_leave_leave_nothing(servers: Servers, place: int) -> None:
                 for one in sent:
                     one.cancel()
                 await asyncio.gather(*sent, return_exceptions=True)
-                await asyncio.to_thread(until, "they left", lambda: held(servers, "vllm:num_requests_waiting{") == 0)
+                await asyncio.to_thread(until, lambda: not held(servers, "vllm:num_requests_waiting{"), "they left")
                 servers.prefill.go_on()
                 httpx.post(f"{servers.decode.base_url}/resume")
 
     before = [count(both_sides, name) for name in COUNTED]
     asyncio.run(run())
-    until("nothing is left", lambda: not any(count(both_sides, name) for name in NOTHING), CLEAN_SECONDS)
+    until(lambda: not any(count(both_sides, name) for name in NOTHING), "nothing is left", seconds=CLEAN_SECONDS)
     assert [count(both_sides, name) for name in COUNTED] == before
     found, expected = asyncio.run(both(servers, "v1/completions", completion(900 + place)))
     assert not asks.differences(plain(found[1]), plain(expected[1]))
@@ -220,13 +215,13 @@ def test_a_response_in_the_background_is_cancelled_before_prefill_has_answered(s
     async def run() -> Any:
         async with client() as http:
             begun = await said(http, servers.decode, "v1/responses", response(950, store=True, background=True))
-            await asyncio.to_thread(until, "it waits", lambda: held(servers, "vllm:num_requests_waiting{") == 1)
+            await asyncio.to_thread(until, lambda: held(servers, "vllm:num_requests_waiting{") == 1, "it waits")
             return await said(http, servers.decode, f"v1/responses/{begun[1]['id']}/cancel", {})
 
     servers.prefill.stand_still()
     try:
         status, found = asyncio.run(run())
-        until("it has left", lambda: held(servers, "vllm:num_requests_waiting{") == 0)
+        until(lambda: held(servers, "vllm:num_requests_waiting{") == 0, "it has left")
     finally:
         servers.prefill.go_on()
     assert status == 200 and found["status"] == "cancelled"

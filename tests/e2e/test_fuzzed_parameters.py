@@ -40,10 +40,7 @@ async def rejected(*urls: str) -> None:
     async with http_client(1) as http:
         pair = Pair(*(Client(url, http) for url in urls))
         expected = (await pair.prefill.answer(prompt, max_tokens=8, salt="alone", request_id="alone")).token_ids
-        asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "kept"}
-        kept = (
-            await pair.prefill.complete(prompt, max_tokens=1, salt="kept", request_id="kept", kv_transfer_params=asked)
-        )["kv_transfer_params"]
+        kept = await pair.prefill.offer(prompt, salt="kept", request_id="kept", transfer_id="kept")
         for url, name in itertools.product(urls, (kept["remote_request_id"], "kept", "cmpl-kept-0")):
             params = {**kept, "remote_request_id": "another", "transfer_id": "another", MANIFEST_KEY: None}
             body = {"model": "no such model", "prompt": prompt, "request_id": name, "kv_transfer_params": params}

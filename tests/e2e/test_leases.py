@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
+from support.waiting import until
 
 from experiments.common.client import Client, Pair, http_client, read_answer
 from experiments.common.pages import own_names
@@ -108,9 +108,7 @@ def test_what_is_out_of_date_is_recomputed_and_never_used(arm: Arm, successors: 
             assert "prefill does not keep" in decode.log.read_text()
         for name in successors:
             asyncio.run(restarted(traffic, name))
-        deadline = time.monotonic() + MEMORY_COMES_BACK_SECONDS
-        while mapped_bytes(decode) > rest:
-            assert time.monotonic() < deadline, "decode keeps memory of requests that have ended"
-            time.sleep(0.05)
+        kept = "decode keeps memory of requests that have ended"
+        until(lambda: mapped_bytes(decode) <= rest, kept, MEMORY_COMES_BACK_SECONDS)
         decode.check_alive()
         assert prefill.process.poll() is not None

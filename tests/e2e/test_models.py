@@ -180,33 +180,39 @@ def test_a_handed_over_request_ends_like_a_local_one(case: str, tmp_path: Path) 
 
 
 UNEQUAL = {
-    "heads": (1, 2, Case()),
-    "heads, pushed": (2, 1, Case(contiguous=False, extra=PUSHED)),
+    "heads": (1, 1, 2, Case()),
+    "heads, pushed": (2, 1, 1, Case(contiguous=False, extra=PUSHED)),
     "a group of states on each rank": (
-        1, 2, Case(family="nemotron-h", block_sizes=(1, 128), extra={"verify_fraction": 1.0})
+        1, 1, 2, Case(family="nemotron-h", block_sizes=(1, 128), extra={"verify_fraction": 1.0})
     ),
     "one group of states, pushed": (
-        2, 1, Case(family="granite4-h", contiguous=False, block_sizes=(1, 1, 1, 256), extra=PUSHED)
+        2, 1, 1, Case(family="granite4-h", contiguous=False, block_sizes=(1, 1, 1, 256), extra=PUSHED)
     ),
-    "copies, Gemma 3": (1, 2, Case(family="gemma3 one head", block_sizes=(32, 32), extra={"verify_fraction": 1.0})),
+    "copies, Gemma 3": (1, 1, 2, Case(family="gemma3 one head", block_sizes=(32, 32), extra={"verify_fraction": 1.0})),
     "copies, Gemma 3, pushed": (
-        2, 1, Case(family="gemma3 one head", contiguous=False, block_sizes=(32, 32), extra=PUSHED)
+        2, 1, 1, Case(family="gemma3 one head", contiguous=False, block_sizes=(32, 32), extra=PUSHED)
     ),
-    "copies, Gemma 4": (2, 1, Case(family="gemma4 one head", block_sizes=(64, 32), extra={"verify_fraction": 1.0})),
+    "copies, Gemma 4": (2, 1, 1, Case(family="gemma4 one head", block_sizes=(64, 32), extra={"verify_fraction": 1.0})),
     "copies, Gemma 4, pushed": (
-        1, 2, Case(family="gemma4 one head", contiguous=False, block_sizes=(64, 32), extra=PUSHED)
+        1, 1, 2, Case(family="gemma4 one head", contiguous=False, block_sizes=(64, 32), extra=PUSHED)
     ),
+    "stages": (1, 2, 1, Case(extra={"verify_fraction": 0.5})),
+    "stages of an odd number of layers, pushed": (1, 2, 2, Case(models.ODD_LAYERS, contiguous=False, extra=PUSHED)),
+    "stages of two ranks, staged": (2, 2, 1, Case(extra={"memory_path": "host", "verify_fraction": 0.5})),
+    "stages of two ranks, pushed": (2, 2, 2, Case(contiguous=False, extra=PUSHED)),
 }  # fmt: skip
+"""Prefill's tensor-parallel size and pipeline stages, and decode's tensor-parallel size."""
 
 
 @pytest.mark.parametrize("case", list(UNEQUAL))
-def test_ranks_of_unequal_tensor_parallel_sizes_get_their_share(case: str, tmp_path: Path) -> None:
-    """Heads; a convolution's state, which has channels of several projections, each shared out; or, with more ranks
-    than KV heads, a copy that vLLM has each rank compute. Answers are those of a stock instance, if that has no states.
+def test_ranks_of_unequal_sizes_get_their_share(case: str, tmp_path: Path) -> None:
+    """Heads; a convolution's state, which has channels of several projections, each shared out; with more ranks than KV
+    heads, a copy that vLLM has each rank compute; or the layers of all pipeline stages. Answers are those of a stock
+    instance, if that has no states.
     """
-    prefill_tp, decode_tp, served = UNEQUAL[case]
+    prefill_tp, stages, decode_tp, served = UNEQUAL[case]
     skip_if_not_served(served)
-    specs = [served.side("prefill", prefill_tp), served.side("decode", decode_tp)]
+    specs = [served.side("prefill", prefill_tp, stages), served.side("decode", decode_tp)]
     if not served.has_states:
         specs.append(replace(served.side("stock"), kv_transfer=None, environment={}))
     with running(specs, tmp_path) as servers:
@@ -218,46 +224,14 @@ def test_ranks_of_unequal_tensor_parallel_sizes_get_their_share(case: str, tmp_p
     assert {hand_over.transfer for hand_over in handed_over} <= set(records)
 
 
-STAGES = {
-    "read": ((1, 2), 1, Case(extra={"verify_fraction": 0.5})),
-    "odd number of layers, pushed to two ranks": ((1, 2), 2, Case(models.ODD_LAYERS, contiguous=False, extra=PUSHED)),
-    "two ranks each, staged": ((2, 2), 1, Case(extra={"memory_path": "host", "verify_fraction": 0.5})),
-    "two ranks each, pushed to two": ((2, 2), 2, Case(contiguous=False, extra=PUSHED)),
-}
-
-
-@pytest.mark.parametrize("case", list(STAGES))
-def test_pipeline_stages_of_prefill_hand_over_their_layers(case: str, tmp_path: Path) -> None:
-    """Answers are those of a stock instance, and the layers of all stages arrive."""
-    (prefill_tp, stages), decode_tp, served = STAGES[case]
-    skip_if_not_served(served)
-    stock = replace(served.side("stock"), kv_transfer=None, environment={})
-    specs = [served.side("prefill", prefill_tp, stages), served.side("decode", decode_tp), stock]
-    with running(specs, tmp_path) as (prefill, decode, alone):
-        said, handed_over, records = asyncio.run(
-            _both_ways(prefill.base_url, decode.base_url, alone.base_url, lengths=LENGTHS[1:])
-        )
-        assert not count([prefill, decode], "kvcached_nixl:handover_failures_total")
-    assert [answer.token_ids for answer in said] == [hand_over.answer.token_ids for hand_over in handed_over]
-    assert {hand_over.transfer for hand_over in handed_over} <= set(records)
-
-
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_blocks_of_other_sizes_are_computed_again(mode: str, tmp_path: Path) -> None:
     """The CPU's kernel keeps a block in an order of its own, in which no half of it is half of the tokens."""
-    specs = [
-        ServerSpec(
-            name=side,
-            model=models.make_model(models.GQA),
-            dtype="float32",
-            max_num_batched_tokens=256,
-            block_size=block_size,
-            kv_transfer=device.nixl(side, {"transfer_mode": mode}, kv_load_failure_policy="recompute"),
-            environment={"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **device.layout()},
-            forks=True,
-        )
-        for side, block_size in (("prefill", 32), ("decode", 64))
-    ]
+    case = Case(contiguous=device.serves_contiguous(version("vllm")), extra={"transfer_mode": mode})
+    specs = []
+    for side, block_size in ((case.side("prefill"), 32), (case.side("decode"), 64)):
+        transfer = {**(side.kv_transfer or {}), "kv_load_failure_policy": "recompute"}
+        specs.append(replace(side, block_size=block_size, kv_transfer=transfer))
     with running(specs, tmp_path) as (prefill, decode):
         alone, handed_over, _ = asyncio.run(_both_ways(prefill.base_url, decode.base_url))
         said = decode.log.read_text()

@@ -16,7 +16,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,9 +23,10 @@ from typing import Any
 
 import pytest
 from support import FOLDER
+from support.waiting import until
 
 from experiments.common import device
-from experiments.common.client import Client, http_client, read_answer
+from experiments.common.client import Client, at_a_time, http_client, read_answer
 from experiments.common.model import ModelShape, make_model
 from experiments.common.pages import own_names
 from experiments.common.servers import (
@@ -90,16 +90,12 @@ async def asked(via: Callable[[Client], Ask], servers: Sequence[Server]) -> list
     """The same prompts at each of these servers at once, so many at a time at each; returns the tokens."""
     async with http_client(AT_A_TIME * len(servers)) as http:
 
-        async def all_at(ask: Ask) -> list[list[int]]:
-            slots = asyncio.Semaphore(AT_A_TIME)
+        async def one(ask: Ask, number: int, prompt: list[int]) -> list[int]:
+            return read_answer(await ask(number, prompt), TOKENS).token_ids
 
-            async def one(number: int, prompt: list[int]) -> list[int]:
-                async with slots:
-                    return read_answer(await ask(number, prompt), TOKENS).token_ids
-
-            return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts())))
-
-        return await asyncio.gather(*(all_at(via(Client(server.base_url, http))) for server in servers))
+        asks = [via(Client(server.base_url, http)) for server in servers]
+        each = [[one(ask, *asked) for asked in enumerate(prompts())] for ask in asks]
+        return await asyncio.gather(*(at_a_time(AT_A_TIME, calls) for calls in each))
 
 
 def wrong(answers: Sequence[list[int]], expected: Sequence[list[int]]) -> list[int]:
@@ -111,9 +107,9 @@ def handed_over(prefill: Client, decode: Client) -> Ask:
 
     async def ask(number: int, prompt: list[int]) -> dict[str, Any]:
         names = {"salt": str(number), "request_id": f"{decode.base_url}-{number}"}
-        offer = await prefill.complete(prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True}, **names)
-        assert MANIFEST_KEY in offer["kv_transfer_params"]
-        return await decode.complete(prompt, max_tokens=TOKENS, kv_transfer_params=offer["kv_transfer_params"], **names)
+        offered = await prefill.offer(prompt, **names)
+        assert MANIFEST_KEY in offered
+        return await decode.complete(prompt, max_tokens=TOKENS, kv_transfer_params=offered, **names)
 
     return ask
 
@@ -201,13 +197,6 @@ def left_by(wish: str) -> list[str]:
     return sorted(str(path) for path in found)
 
 
-def wait_until(condition: Callable[[], bool], otherwise: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEAD_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, otherwise()
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     with running([spec("ranks", ranks=2)], tmp_path) as (one,):
@@ -219,14 +208,14 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_nothing_is_left_after_sigterm(server: Server, group: bool) -> None:
     """Of the server itself, as systemd and Kubernetes do, or of every process, as a terminal and these tests do."""
     (os.killpg if group else os.kill)(server.process.pid, signal.SIGTERM)
-    wait_until(lambda: not server.processes(), server.tail)
+    until(lambda: not server.processes(), server.tail, DEAD_SECONDS)
     assert left_by(server.identity) == []
 
 
 def test_the_next_engine_clears_what_a_killed_one_left(server: Server, tmp_path: Path) -> None:
     """And touches nothing of one that lives."""
     server.kill()
-    wait_until(lambda: not server.processes(), server.tail)
+    until(lambda: not server.processes(), server.tail, DEAD_SECONDS)
     assert left_by(server.identity) != []
     with running([spec("living"), spec("next")], tmp_path) as others:
         assert left_by(server.identity) == []

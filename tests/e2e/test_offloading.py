@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.waiting import until
 
 from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, Difference, compare_answers
 from experiments.common import model as models
-from experiments.common.client import Answer, Client, http_client, read_answer
+from experiments.common.client import Answer, Client, answers_of, http_client, read_answer
 from experiments.common.counted import count, hand_overs
 from experiments.common.device import layout, nixl, role
 from experiments.common.pages import PageWatch
@@ -88,17 +89,12 @@ def beside(name: str, other: Connector, mode: str, *, is_first: bool) -> ServerS
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Answer]]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answer]:
     """Answers of a stock instance, by the length of the prompt."""
 
-    async def alone(server: Server) -> dict[int, Answer]:
-        async with http_client(1) as http:
-            client = Client(server.base_url, http)
-            return {length: await answer_of(client, length) for length in LENGTHS}
-
     with running([spec("stock", environment={})], tmp_path_factory.mktemp("stock")) as (server,):
-        found = asyncio.run(alone(server))
-    yield found
+        alone = asyncio.run(answers_of(server.base_url, [*map(prompt, LENGTHS)], TOKENS, "alone"))
+    return dict(zip(LENGTHS, alone, strict=True))
 
 
 async def answer_of(client: Client, length: int) -> Answer:
@@ -151,24 +147,12 @@ class Route:
             reply = await client.http.post(f"{client.base_url}/reset_prefix_cache")
             assert reply.status_code == httpx.codes.OK, reply.text
 
-    async def are_kept(self) -> None:
-        """Both sides have stored each prompt."""
-        for folder in self.folders:
-            await self.until(lambda folder=folder: stored(folder), f"{folder} has not every prompt")  # type: ignore[misc]
-
     def loaded_tokens(self, side: int) -> int:
         return count([self.servers[side]], "vllm:external_prefix_cache_hits_total{")
 
     def have_been_handed_over(self, number: int) -> None:
         """Hand-overs whose bytes were moved. Decode counts them with pull, prefill with push."""
         assert hand_overs(self.servers, number) == number
-
-    @staticmethod
-    async def until(condition: Callable[[], bool], otherwise: str) -> None:
-        deadline = time.monotonic() + IN_TIME_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, otherwise
-            await asyncio.sleep(0.05)
 
 
 def stored(folder: Path) -> bool:
@@ -214,7 +198,7 @@ def test_answers_are_right_from_either_connector(case: str, expected: dict[int, 
         at_rest = [watch.mapped_bytes() for watch in watches]
         asyncio.run(_all_ways((prefill, decode), folders, mode, expected, is_first))
         for watch, level in zip(watches, at_rest, strict=True):
-            asyncio.run(Route.until(lambda watch=watch, level=level: watch.mapped_bytes() == level, "memory is kept"))  # type: ignore[misc]
+            until(lambda watch=watch, level=level: watch.mapped_bytes() == level, "memory is kept", IN_TIME_SECONDS)  # type: ignore[misc]
         for server in (prefill, decode):
             server.check_alive()
 
@@ -231,7 +215,8 @@ async def _all_ways(
         route = Route(servers, clients, folders, mode, expected)
         assert not await route.differences(lambda length: route.hand_over(length, "computed"))
         route.have_been_handed_over(len(LENGTHS))
-        await route.are_kept()
+        for folder in folders:
+            await asyncio.to_thread(until, partial(stored, folder), f"{folder} has not every prompt", IN_TIME_SECONDS)
 
         # Prefill loads what it hands over. Decode takes it from the first connector that has it.
         await route.forget()

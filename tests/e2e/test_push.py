@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from experiments.common import model as models
-from experiments.common.client import Answer, AnswerError, Client, Pair, http_client, read_answer
+from experiments.common.client import Answer, AnswerError, Client, Pair, answers_of, http_client, read_answer
 from experiments.common.device import layout, nixl
 from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
@@ -150,11 +150,15 @@ async def router(prefill: Server, decode: Server) -> AsyncIterator[Router]:
         yield Router(prefill, decode, pair)
 
 
-async def alone(server: Server) -> Answer:
+def alone(server: Server) -> Answer:
     """What the server answers by itself."""
-    async with http_client(1) as http:
-        client = Client(server.base_url, http)
-        return await client.answer(PROMPT, max_tokens=TOKENS, salt="alone", request_id="alone")
+    (found,) = asyncio.run(answers_of(server.base_url, [PROMPT], TOKENS, "alone"))
+    return found
+
+
+async def afterwards(prefill: Server, decode: Server, expected: Answer) -> None:
+    async with router(prefill, decode) as route:
+        await route.succeeds("after", expected)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -197,13 +201,9 @@ def test_clients_that_go_away_and_a_prefill_that_dies(policy: str, tmp_path: Pat
                 await route.ends(one, policy, expected)
             await route.memory_comes_back(DECODE)
 
-    async def afterwards(prefill: Server, decode: Server, expected: Answer) -> None:
-        async with router(prefill, decode) as route:
-            await route.succeeds("after", expected)
-
     sides = [spec("prefill"), spec("decode", policy), spec("prefill-2")]
     with running(sides, tmp_path) as (prefill, decode, successor):
-        expected = asyncio.run(alone(prefill))
+        expected = alone(prefill)
         asyncio.run(until_prefill_dies(prefill, decode, expected))
         asyncio.run(afterwards(successor, decode, expected))
         decode.check_alive()
@@ -227,12 +227,8 @@ def test_a_decode_that_dies(tmp_path: Path) -> None:
             await route.prefill("held")
             await route.memory_comes_back(PREFILL)
 
-    async def afterwards(prefill: Server, decode: Server, expected: Answer) -> None:
-        async with router(prefill, decode) as route:
-            await route.succeeds("after", expected)
-
     with running([spec("prefill"), spec("decode"), spec("decode-2")], tmp_path) as (prefill, decode, successor):
-        expected = asyncio.run(alone(prefill))
+        expected = alone(prefill)
         asyncio.run(until_decode_dies(prefill, decode))
         asyncio.run(afterwards(prefill, successor, expected))
         prefill.check_alive()

@@ -62,18 +62,9 @@ async def _against_a_stock_peer(policy: str, prefill_url: str, decode_url: str) 
         pair = Pair(Client(prefill_url, http), Client(decode_url, http))
         expected = await pair.prefill.answer(PROMPT, max_tokens=8, salt="alone", request_id="alone")
         for turn in range(2):
-            offered = (
-                await pair.prefill.complete(
-                    PROMPT,
-                    max_tokens=1,
-                    salt=f"turn-{turn}",
-                    request_id=f"turn-{turn}",
-                    kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
-                )
-            )["kv_transfer_params"]
-            request = pair.decode.complete(
-                PROMPT, max_tokens=8, salt=f"turn-{turn}", request_id=f"turn-{turn}", kv_transfer_params=offered
-            )
+            names = {"salt": f"turn-{turn}", "request_id": f"turn-{turn}"}
+            offered = await pair.prefill.offer(PROMPT, **names)
+            request = pair.decode.complete(PROMPT, max_tokens=8, **names, kv_transfer_params=offered)
             if policy == "fail":
                 with pytest.raises(AnswerError, match=r"answered 5.*KV hand-over failed: cause=no_manifest"):
                     await request

@@ -12,7 +12,8 @@ import pytest
 from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 from support.pressed_servers import SOON_SECONDS
 
-from experiments.common.client import AnswerError, Client, Pair, http_client, read_answer
+from experiments.common.client import AnswerError, Client, Pair, answers_of, http_client, read_answer
+from experiments.common.device import with_extra
 from experiments.common.pages import own_names
 from experiments.common.servers import Running, Server, ServerSpec
 from experiments.lease_recovery.arms import NUM_BLOCKS, PULL, PUSH, Arm, prompts
@@ -28,14 +29,13 @@ def specs_of(arm: Arm) -> list[ServerSpec]:
     found = []
     for spec, num_blocks in zip(arm.specs("fail"), (NUM_BLOCKS, DECODE_BLOCKS), strict=True):
         assert spec.kv_transfer is not None
-        extra = {**spec.kv_transfer["kv_connector_extra_config"], "handover_timeout": TIMEOUT_SECONDS}  # type: ignore[dict-item]
         found.append(
             dataclasses.replace(
                 spec,
                 arguments=("--num-gpu-blocks-override", str(num_blocks)),
                 # kvcached looks at its limit on the thread that allocates pages in advance.
                 environment={**spec.environment, "KVCACHED_PAGE_PREALLOC_ENABLED": "true"},
-                kv_transfer={**spec.kv_transfer, "kv_connector_extra_config": extra},
+                kv_transfer=with_extra(spec.kv_transfer, {"handover_timeout": TIMEOUT_SECONDS}),
             )
         )
     return found
@@ -47,10 +47,7 @@ def test_waits_have_ends_where_nothing_goes_on_and_there_only(arm: Arm, tmp_path
         async with http_client(REQUESTS) as http:
             pair = Pair(Client(prefill.base_url, http), Client(decode.base_url, http))
             asked = prompts(REQUESTS, seed=11)
-            alone = [
-                await pair.decode.answer(one, max_tokens=TOKENS, salt=f"alone-{place}", request_id=f"alone-{place}")
-                for place, one in enumerate(asked)
-            ]
+            alone = await answers_of(decode.base_url, asked, TOKENS, "alone")
 
             async def handed_over(place: int, round_: str) -> list[int]:
                 names = {"salt": f"{round_}-{place}", "request_id": f"{round_}-{place}"}

@@ -22,6 +22,7 @@ import pytest
 from support.balancers import Balancer, nginx, service, vllm_router
 
 from experiments.common.client import REQUEST_TIMEOUT_SECONDS, AnswerError, Client, http_client
+from experiments.common.counted import count, samples
 from experiments.common.device import with_extra
 from experiments.common.servers import GIVES_BACK, HOST, Running, Server, ServerSpec
 from experiments.stacks.measure import spec
@@ -137,15 +138,9 @@ class Fleet:
 def prompt_tokens(server: Server) -> dict[str, int]:
     """Source -> tokens of prompts that came from there; nothing of a server that has been killed."""
     with contextlib.suppress(httpx.TransportError):
-        lines = httpx.get(f"{server.base_url}/metrics", trust_env=False).text.splitlines()
-        found = [one for one in lines if one.startswith("vllm:prompt_tokens_by_source_total{")]
-        return {one.partition('source="')[2].partition('"')[0]: int(float(one.rpartition(" ")[2])) for one in found}
+        found = samples(f"{server.base_url}/metrics", "vllm:prompt_tokens_by_source_total{")
+        return {labels.partition('source="')[2].partition('"')[0]: int(value) for labels, value in found.items()}
     return {}
-
-
-def running_requests(server: Server) -> float:
-    lines = httpx.get(f"{server.base_url}/metrics", trust_env=False).text.splitlines()
-    return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith("vllm:num_requests_running{"))
 
 
 def configuration(name: str) -> ServerSpec:
@@ -232,7 +227,7 @@ def test_a_decode_server_is_killed(fleet: Fleet) -> None:
                 under_way.append((name, how, one, asyncio.create_task(asked)))
         async with asyncio.timeout(60):
             await asyncio.gather(*(one.wait() for one in begun))
-            while running_requests(lost) < 2 * len(fleet.balancers):
+            while count([lost], "vllm:num_requests_running{") < 2 * len(fleet.balancers):
                 await asyncio.sleep(0.05)
         lost.kill()
         fleet.decodes.remove(lost)

@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.kubernetes import ADDRESS, FOLDER, KEY, PORT, ROLES, Container, Workload, read, workloads
+from support.waiting import until
 
 from experiments.common import device
 from experiments.common.counted import COUNT_SECONDS, HAND_OVERS, count
@@ -218,10 +219,7 @@ def draining(server: Server) -> Iterator[None]:
         events = answer.iter_lines()
         next(events)
         server.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + COUNT_SECONDS
-        while not (drains := DRAINS.search(server.log.read_text())) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert drains, server.tail()
+        until(lambda: DRAINS.search(server.log.read_text()), server.tail, COUNT_SECONDS)
         yield
         assert server.process.poll() is None, "it did not drain any more"
         assert [line for line in events if line][-1] == "data: [DONE]", "the request was not finished"
