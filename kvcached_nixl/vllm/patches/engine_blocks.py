@@ -391,7 +391,11 @@ class EngineBlocks:
             return None
         from vllm.platforms import current_platform
 
+        devices = private(parallel, "assigned_physical_gpu_ids")
         try:
+            # vLLM maps devices where its workers are, which may be other processes.
+            if devices and devices[0] != current_platform.device_id_to_physical_device_id(0):
+                raise LookupError(f"its workers use devices {devices} (--device-ids)")
             return wants_of(str(current_platform.get_device_uuid(0)))
         except Exception as error:  # noqa: BLE001 - drivers raise anything, and no engine may end for a hint
             logger.warning("Engines on one device do not give way to each other: it cannot be identified: %r", error)

@@ -329,6 +329,7 @@ READS = (
         "ParallelConfig",
         "_api_process_rank tensor_parallel_size worker_cls pipeline_parallel_size decode_context_parallel_size "
         "prefill_context_parallel_size data_parallel_size data_parallel_rank_local data_parallel_index "
+        "assigned_physical_gpu_ids "
         "distributed_executor_backend enable_eplb enable_expert_parallel expert_placement_strategy eplb_config "
         "nnodes_within_dp world_size",
     ),
