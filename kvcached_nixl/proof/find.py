@@ -18,6 +18,7 @@ import platform
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +35,9 @@ logger = logging.getLogger(SERVER_LOGGER)
 PROVER_SECONDS = 300.0
 UNUSABLE_SECONDS = 24 * 3600.0
 _LOOK_SECONDS = 0.2
-_SETTINGS = ("UCX_", "NIXL_", "FI_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_PRELOAD")
+_SETTINGS = ("UCX_", "NIXL_", "FI_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_", "KVCACHED_")
+_NO_SETTINGS = ("KVCACHED_IPC_NAME", "KVCACHED_NIXL_")
+"""Of these: another engine's, and what changes neither pages nor transports."""
 _PACKAGES = ("kvcached-nixl", "kvcached", "nixl", "nixl-cu12", "nixl-cu13", "torch")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -103,7 +106,9 @@ def find_here(question: Question, *, is_needed: bool = False) -> Proof:
 def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
     """Everything that a proof depends on besides the question and the transports that UCX could choose from."""
     found = {name: _version(name) for name in _PACKAGES}
-    folders = [environ.get("UCX_CONFIG_DIR", ""), environ.get("HOME", ""), "/etc/ucx", "."]
+    # The last one is beside UCX's library in NIXL's wheel.
+    beside = f"{sysconfig.get_path('platlib')}/etc/ucx"
+    folders = [environ.get("UCX_CONFIG_DIR", ""), environ.get("HOME", ""), "/etc/ucx", ".", beside]
     found |= {
         # Of the prover's source: an editable installation changes without a new version.
         "prover": _digest(map(_text, sorted(Path(__file__).parent.glob("*.py")))),
@@ -113,7 +118,8 @@ def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
         "driver": _text(_DRIVER),
         "ucx.conf": _digest(filter(None, (_text(Path(folder) / "ucx.conf") for folder in folders if folder))),
     }
-    return found | {name: value for name, value in sorted(environ.items()) if name.startswith(_SETTINGS)}
+    settings = {name: value for name, value in sorted(environ.items()) if name.startswith(_SETTINGS)}
+    return found | {name: value for name, value in settings.items() if not name.startswith(_NO_SETTINGS)}
 
 
 def _ask(question: Question, environment: dict[str, str], environ: Mapping[str, str]) -> Proof:

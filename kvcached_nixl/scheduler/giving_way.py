@@ -289,7 +289,7 @@ class Starvation:
         self._fetching = fetching
         # Those that wait while nothing frees blocks, in vLLM's order, and since when.
         self._since_seconds: dict[str, float] = {}
-        # The first of them, the fewest blocks that it lacked, and the fewest that were held.
+        # The one that vLLM refuses blocks, the fewest that it lacked, and the fewest that were held.
         self._least: tuple[str, int, int] = ("", 0, 0)
         self._looked_at_seconds = 0.0
         self._limit_seconds = 0.0
@@ -297,9 +297,9 @@ class Starvation:
 
     @property
     def due_at_seconds(self) -> float | None:
-        """When the next request has to end; None if none waits in vain."""
-        first = next(iter(self._since_seconds.values()), None)
-        return None if first is None else first + self._limit_seconds
+        """When the request that vLLM refuses blocks has to end; None if none waits in vain."""
+        since_seconds = self._since_seconds.get(self._least[0])
+        return None if since_seconds is None else since_seconds + self._limit_seconds
 
     def turn(self) -> None:
         """A step was built: notices an engine that stands still, and whose next request gets no blocks any more."""
@@ -315,33 +315,33 @@ class Starvation:
         self._look(waiting)
 
     def _look(self, waiting: list[str]) -> None:
-        """Ends the first of these requests if it has waited too long. They wait for blocks, in vLLM's order, and
-        nothing is under way that frees some."""
+        """Ends the one of these requests that vLLM refuses blocks, if it has waited too long. They wait for their turn,
+        and nothing is under way that frees blocks."""
         engine, blocks, num_held_blocks = self._engine, self._engine.blocks, self._engine.holds.num_blocks
         now = engine.clock.now_seconds()
         starved = blocks.starved if waiting else None
-        if self._has_moved(starved, num_held_blocks) or now > self._looked_at_seconds + STOOD_SECONDS:
+        if starved is None:
+            self._since_seconds, self._least = {}, ("", 0, 0)
+            return
+        if self._has_moved(*starved, num_held_blocks) or now > self._looked_at_seconds + STOOD_SECONDS:
             self._since_seconds.clear()
         self._looked_at_seconds = now
         self._since_seconds = {one: self._since_seconds.get(one, now) for one in waiting if one not in self.ending}
         timeout_seconds = engine.settings.handover_timeout_seconds
         self._limit_seconds = timeout_seconds if num_held_blocks else engine.allocation_seconds
         due_at_seconds = self.due_at_seconds
-        # vLLM has tried the first one in vain in this step. Those behind one that is about to end get their turn first.
+        # vLLM has tried it in vain in this step. Those behind one that is about to end get their turn first.
         if self.ending or due_at_seconds is None or now < due_at_seconds:
             return
-        request_id = next(iter(self._since_seconds))
+        request_id, num_missing = starved
         del self._since_seconds[request_id]
-        if starved is None or starved[0] != request_id:
-            return
         self.ending.add(request_id)
         cause = FailureCause.QUARANTINE if num_held_blocks else FailureCause.NO_BLOCKS
-        reason = self._reason(blocks.usage().num_free, starved[1], num_held_blocks)
+        reason = self._reason(blocks.usage().num_free, num_missing, num_held_blocks)
         engine.failures.starved(request_id, HandOverFailed(cause, reason))
 
-    def _has_moved(self, starved: tuple[str, int] | None, num_held_blocks: int) -> bool:
+    def _has_moved(self, request_id: str, num_missing: int, num_held_blocks: int) -> bool:
         """Whether blocks have come free since the last step. Those that were free before do not count again."""
-        request_id, num_missing = starved or ("", 0)
         before = self._least
         if before[0] != request_id:
             self._least = request_id, num_missing, num_held_blocks

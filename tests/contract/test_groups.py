@@ -31,7 +31,6 @@ from kvcached_nixl.scheduler.fetch_request import FetchRequest
 from kvcached_nixl.vllm.adapter import nixl_worker
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 from kvcached_nixl.vllm.patches import arrival
-from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.wire.causes import FailureCause
 from kvcached_nixl.wire.manifest import BlockRange, Keeps, KVGroup
 from kvcached_nixl.worker.geometry.descriptors import Route
@@ -300,15 +299,36 @@ def test_a_request_that_lacks_the_blocks_of_its_drafts_states_is_seen(
     geometry = dataclasses.replace(GEOMETRY, groups=4, states=(0, 1, 2))
     more = {"prefix_caching": mode == "align", "num_drafts": num_drafts}
     node = make(DECODE_FILLING, geometry, windows=(mode, mode, mode, None), policy="fail", **more)
-    pool, blocks = node.scheduler.kv_cache_manager.block_pool, EngineBlocks(node.scheduler)
+    pool = node.scheduler.kv_cache_manager.block_pool
     node.add(DECODE_ID, None, 4, num_tokens=40)
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    node.step()
     while node.status(DECODE_ID) == RequestStatus.WAITING:
-        assert blocks.starved is not None
+        assert node.side_of_engine.engine.blocks.starved is not None
         pool.free_blocks([taken.pop()])
         node.step()
     pool.free_blocks(taken)
     node.step_until(lambda: DECODE_ID in node.ended)
+
+
+@pytest.mark.parametrize(
+    ("extra", "ends"), [({"allocation_timeout": 0.2}, "error"), ({"give_way_after": 0.2}, "length")]
+)
+def test_a_request_that_lacks_only_the_blocks_of_its_first_chunk_is_seen(
+    extra: dict[str, float], ends: str, make: Callable[..., Node]
+) -> None:
+    """vLLM wants a block for each token that it computes at a time, of which a window soon keeps few."""
+    geometry = dataclasses.replace(GEOMETRY, groups=2, num_blocks=80, reserved_blocks=90)
+    node, num_tokens = make(PREFILL_FILLING, geometry, windows=(None, WINDOW), **extra), 20 * BLOCK
+    pool = node.scheduler.kv_cache_manager.block_pool
+    if ends == "length":
+        prefilled(node, "cmpl-o-0-aaaaaaaa", first_token=100, num_tokens=num_tokens)
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 30)
+    node.add(PREFILL_ID, None, 1, num_tokens=num_tokens)
+    node.step_until(lambda: PREFILL_ID in node.ended)
+    assert node.ended[PREFILL_ID] == ends
+    pool.free_blocks(taken)
+    rest(node)
 
 
 # -------------------------------------------------------------------------------------------------------------- faults

@@ -31,8 +31,6 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_qu
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
-
 OLDER = [f"cmpl-o-0-aaaaaaa{number}" for number in range(USABLE // BLOCKS)]
 NEW = "cmpl-n-0-aaaaaaaa"
 FIRST = "skipped_waiting" if hasattr(Scheduler, "_select_waiting_queue_for_scheduling") else "kv_holding_waiting"
@@ -43,7 +41,7 @@ def test_only_what_vllm_does_not_start_for_want_of_blocks_is_starved(node: Calla
     for place, name in enumerate(OLDER):
         prefill.prefilled(name, first_token=100 * (place + 1))
     assert prefill.free_blocks < BLOCKS, "the others are kept for decode"
-    blocks = EngineBlocks(prefill.scheduler)
+    blocks = prefill.side_of_engine.engine.blocks
     # Two blocks of three are those of an offer, which vLLM shares.
     prefill.add(PREFILL_ID, {"do_remote_decode": True}, 5, 100)
     assert not blocks.num_running_blocks
@@ -52,11 +50,26 @@ def test_only_what_vllm_does_not_start_for_want_of_blocks_is_starved(node: Calla
     assert blocks.num_running_blocks == BLOCKS
     prefill.step_until(lambda: PREFILL_ID in prefill.ended)
     prefill.add(NEW, {"do_remote_decode": True}, 1, 900)
-    assert blocks.starved is not None
+    assert blocks.starved is None, "vLLM has not tried it"
+    prefill.step()
+    assert blocks.starved == (NEW, BLOCKS - prefill.free_blocks)
     with mock.patch.object(blocks, "most_running", 0):
         assert blocks.starved is None
     prefill.step_until(lambda: NEW in prefill.ended)
     prefill.rest()
+
+
+def test_an_offer_of_its_own_prompt_gives_way_to_one_that_shares_no_blocks(node: Callable[..., Node]) -> None:
+    """As with ``prompt_logprobs``: vLLM looks for none in the prefix cache."""
+    prefill = node(PREFILL_FILLING, give_way_after=0.2)
+    prefilled(prefill, PREFILL_ID)
+    taken = prefill.scheduler.kv_cache_manager.block_pool.get_new_blocks(prefill.free_blocks - 1)
+    prefill.add(NEW, None, 1)
+    prefill.scheduler.requests[NEW].skip_reading_prefix_cache = True
+    prefill.step_until(lambda: NEW in prefill.ended)
+    assert prefill.ended[NEW] == "length"
+    prefill.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
+    rest(prefill)
 
 
 def test_one_whose_kv_has_come_runs_whoever_waits_for_its_blocks(
@@ -86,7 +99,7 @@ def test_one_whose_kv_has_come_runs_whoever_waits_for_its_blocks(
 
 
 @pytest.fixture
-def elastic(node: Callable[..., Node], patched: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Node]:
+def elastic(node: Callable[..., Node], patched: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Node]:
     """Makes nodes with kvcached's pool; ``patched``: kvcached's patch is applied as this package has it applied."""
     from kvcached.integration.vllm.patches import KVCacheManagerAllocateSlotsPatch
 
@@ -95,8 +108,8 @@ def elastic(node: Callable[..., Node], patched: Any, monkeypatch: pytest.MonkeyP
     with windows_open(monkeypatch):
         assert KVCacheManagerAllocateSlotsPatch().apply(kv_cache_manager)
 
-    def make(filling: int) -> Node:
-        one = node(filling)
+    def make(filling: int, **extra: Any) -> Node:
+        one = node(filling, **extra)
         put_into(one.scheduler, elastic_pool(monkeypatch, RESERVED.num_blocks, BLOCK_SIZE))
         monkeypatch.setenv("ENABLE_KVCACHED", "true")
         return one
@@ -112,7 +125,7 @@ def is_as_before(one: Node) -> bool:
     return not is_held and not any(manager.req_to_blocks or manager.num_cached_block for manager in managers)
 
 
-def test_a_hand_over_behind_cached_tokens_waits_for_the_others(elastic: Callable[[int], Node]) -> None:
+def test_a_hand_over_behind_cached_tokens_waits_for_the_others(elastic: Callable[..., Node]) -> None:
     """On decode, whose blocks are allocated for KV that is to come."""
     prefill, decode = elastic(PREFILL_FILLING), elastic(DECODE_FILLING)
     decode.add("cmpl-y-0-dddddddd", None, 1)
@@ -130,3 +143,12 @@ def test_a_hand_over_behind_cached_tokens_waits_for_the_others(elastic: Callable
     assert decode.holds(blocks, 0, PROMPT + BLOCK_SIZE)
     decode.step_until(lambda: DECODE_ID in decode.ended, prefill)
     assert decode.ended[DECODE_ID] == "length" and is_as_before(decode)
+
+
+def test_one_that_gets_no_blocks_although_enough_are_said_to_be_free_ends(elastic: Callable[..., Node]) -> None:
+    """kvcached says how many there are at most, where pages begin and end inside of blocks (MLA)."""
+    prefill = elastic(PREFILL_FILLING, allocation_timeout=0.2)
+    prefill.scheduler.kv_cache_manager.block_pool.kv_cache_manager.num_taken = 1 << 30
+    prefill.add(PREFILL_ID, None, 1)
+    prefill.step_until(lambda: PREFILL_ID in prefill.ended)
+    assert prefill.ended[PREFILL_ID] == "error" and is_as_before(prefill)

@@ -13,7 +13,6 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcached_nixl.scheduler.kept_offers import KeptOffers
-from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_vllm_asks_again_until_a_prompt_may_begin(ends: str, node: Callable[...,
         prefill.settle()
         prefill.step()
         assert prefill.status(PREFILL_ID) is RequestStatus.WAITING and not prefill.tokens(PREFILL_ID)
-        blocks = EngineBlocks(prefill.scheduler)
+        blocks = prefill.side_of_engine.engine.blocks
         assert blocks.starved is None and not blocks.stalled and not prefill.wakes
         if ends == "decode has taken the rest":
             leaves.return_value = False

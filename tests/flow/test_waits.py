@@ -211,6 +211,24 @@ def test_what_never_fits_ends_in_words(mode: TransferMode, side: str, is_local: 
     assert late.status is Status.STOPPED
 
 
+@pytest.mark.parametrize("is_in_order", [True, False])
+def test_prompts_that_arrive_in_another_order_on_the_two_sides_do_not_wait_for_each_other(is_in_order: bool) -> None:
+    """Prefill keeps what decode has no room for, and has no room for what decode has given its own to."""
+    room = {"num_blocks": 1 + BLOCKS_EACH + 2, "caches_prefixes": False}
+    pair = Pair(PUSH, kind(**room), kind(**room))
+    pair.acquaint()
+    found = []
+    for seed, upstream in ((1, 1), (2, 2)) if is_in_order else ((1, 2), (2, 1)):
+        found.append(pair.ask_decode(pair.meet(transfer_id=f"t{seed}"), prompt(seed)))
+        pair.settle()
+        pair.ask_prefill(prompt(upstream), transfer_id=f"t{upstream}")
+        pair.settle()
+    for _ in range(10):
+        pair.pass_time(1.0)
+    assert is_right(found[0]) and found[1].status is Status.STOPPED
+    assert is_right(found[1]) == is_in_order, "prefill has taken it back"
+
+
 # ------------------------------------------------------------------------------------------------------- by priority
 
 

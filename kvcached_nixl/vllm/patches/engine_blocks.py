@@ -52,6 +52,11 @@ class EngineBlocks:
         manager = self._manager = private(scheduler, "kv_cache_manager")
         self._pool = private(manager, "block_pool")
         self._coordinator = private(manager, "coordinator")
+        # Whom vLLM has refused blocks last, and how many were free then. Around the bound method: what kvcached has put
+        # into its class turns an allocation that fails half way into a refusal.
+        self._refused: tuple[Any, int] = None, 0
+        self._allocate = private(manager, "allocate_slots")
+        manager.allocate_slots = self._allocate_slots
         # Per KV-cache group, with the blocks of each request.
         self._managers = self._coordinator.single_type_managers
         self._tables = [private(one, "req_to_blocks") for one in self._managers]
@@ -166,25 +171,32 @@ class EngineBlocks:
 
     @property
     def starved(self) -> tuple[str, int] | None:
-        """The next request in the queue, and how many more blocks it needs than are free; None if it needs none.
+        """The request in the queue that vLLM has refused blocks, and how many more it needs than are free; None if
+        there is none, or enough have come free since.
 
-        vLLM starts a request when all of its prompt fits. Its look-ahead and its reserve for running requests add a few
-        blocks, which count only if nothing runs: otherwise blocks come free."""
-        scheduler = self._scheduler
-        request = next((one for one in startable(scheduler) if wants_blocks(one)), None)
-        num_running = len(private(scheduler, "running"))
-        if request is None or num_running >= self.most_running:
+        The number may be too small: what vLLM reserves for others, and pages that blocks do not tile, are not in it."""
+        scheduler, (request, num_free_then) = self._scheduler, self._refused
+        if request is None or not wants_blocks(request) or len(private(scheduler, "running")) >= self.most_running:
+            return None
+        if not any(one is request for one in startable(scheduler)):
             return None
         missing = self._num_needed(request) - self.num_free
         # One that has its KV finds its own blocks in the prefix cache, and vLLM looks for no others. Those that others
         # use now need not be allocated.
-        if missing > 0 and self.caches_prefixes and not request.num_computed_tokens:
+        finds = self.caches_prefixes and not (request.num_computed_tokens or request.skip_reading_prefix_cache)
+        if missing > 0 and finds:
             found = (block for group in self._hits(request)[0] for block in group)
             missing -= sum(block.ref_cnt > 0 and not block.is_null for block in found)
-        if missing <= 0 and not num_running:
-            ahead = int(private(scheduler, "num_lookahead_tokens"))
-            missing = int(missing + sum(1 + ahead // one.block_size for one in self._managers) > 0)
-        return (request.request_id, missing) if missing > 0 else None
+        has_come_free = self.num_free > num_free_then
+        return None if missing <= 0 and has_come_free else (request.request_id, max(1, missing))
+
+    def _allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """In place of vLLM's `KVCacheManager.allocate_slots`."""
+        found = self._allocate(request, *args, **kwargs)
+        # For one that runs, others are preempted.
+        if found is None and wants_blocks(request):
+            self._refused = request, self.num_free
+        return found
 
     @property
     def blocks_over_limit(self) -> int:
@@ -366,13 +378,11 @@ class EngineBlocks:
         )
 
     def _num_needed(self, request: Any) -> int:
-        needed = 0
-        for manager, table in zip(self._managers, self._tables, strict=True):
-            first_block = manager.get_num_skipped_tokens(request.num_tokens) // manager.block_size
-            # Where vLLM drafts, a state has a block for each guessed token, too.
-            last_block = -(-request.num_tokens // manager.block_size) + optional(manager, "num_speculative_blocks", 0)
-            needed += max(0, last_block - first_block - len(table.get(request.request_id, ())))
-        return needed
+        """As vLLM counts before it starts a request: all of its prompt, and of a window what is computed at a time."""
+        num_tokens, num_computed, cached = request.num_tokens, request.num_computed_tokens, [()] * len(self._managers)
+        counts = (num_tokens, cached, 0, num_computed, num_computed, num_tokens)
+        count = private(self._coordinator, "get_num_blocks_to_allocate")
+        return int(count(request.request_id, *counts, apply_admission_cap=True))
 
     def _hits(self, request: Any) -> Any:
         return private(self._coordinator, "find_longest_cache_hit")(request.block_hashes, request.num_tokens - 1)
@@ -386,7 +396,11 @@ class EngineBlocks:
             return None
         from vllm.platforms import current_platform
 
+        devices = private(parallel, "assigned_physical_gpu_ids")
         try:
+            # vLLM maps devices where its workers are, which may be other processes.
+            if devices and devices[0] != current_platform.device_id_to_physical_device_id(0):
+                raise LookupError(f"its workers use devices {devices} (--device-ids)")
             return wants_of(str(current_platform.get_device_uuid(0)))
         except Exception as error:  # noqa: BLE001 - drivers raise anything, and no engine may end for a hint
             logger.warning("Engines on one device do not give way to each other: it cannot be identified: %r", error)

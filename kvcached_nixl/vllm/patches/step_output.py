@@ -21,7 +21,7 @@ from kvcached_nixl.vllm.adapter.metrics import add_lasted, take_timelines
 from kvcached_nixl.vllm.adapter.queues import bring_forward, waits_for_kv
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.tier import tier_of
-from kvcached_nixl.wire.step import FAILING, Reports
+from kvcached_nixl.wire.step import FAILING, Report, Reports
 
 _WHOLE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Final statuses of a request that has computed its whole prompt."""
@@ -155,6 +155,7 @@ def note_step(engine_scheduler: Any, scheduler_output: Any, reports: Reports, ou
         or reports.sent
         or reports.received
         or reports.invalid
+        or reports.report != Report()
         or any(one.outputs for one in outputs.values())
     )
     setattr(engine_scheduler, STOOD_STILL, not has_moved)

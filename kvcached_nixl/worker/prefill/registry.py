@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
-from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.messages import EXTENSION, INTERVAL, Peer, Reading, Release
 from kvcached_nixl.wire.params import is_of_transfer
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
@@ -156,14 +156,20 @@ class OfferRegistry:
 
     def outlasts(self, request_id: PrefillRequestId, revocation: Revocation) -> bool:
         """Whether an offer is not taken back for lack of memory: a rank of decode has begun to fetch it, so its blocks
-        are free soon; or waits for it, if those are spared."""
+        are free soon; or waits for it, if those are spared.
+
+        Push: one that only waits has no room, and has perhaps given it to a prompt that has no blocks here. So those
+        are not spared where prefill lacks blocks, and decode has registered for such a prompt."""
         offer = self._matcher.offers.get(request_id)
         if offer is None or not revocation.cause.is_of_memory:
             return False
         is_wanted = self._clock.now_seconds() < offer.wanted_until_seconds
         # Who has read and failed says nothing, but sends no heartbeats any more.
         is_read = is_wanted and bool(offer.readers - offer.settled)
-        return bool(offer.write_tasks) or is_read or (revocation.spares_wanted and is_wanted)
+        spares = revocation.spares_wanted and is_wanted
+        if spares and revocation.cause is RevocationCause.BLOCKS:
+            spares = not any(one.write_tasks and not one.blocks for one in self._matcher.offers.values())
+        return bool(offer.write_tasks) or is_read or spares
 
     def revoke(self, request_id: PrefillRequestId, revocation: Revocation) -> None:
         """Decode may not have the request any more. Its blocks stay with it until it ends: its `finish` has been called

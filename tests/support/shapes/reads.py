@@ -145,7 +145,7 @@ READS = (
     _at(
         ENGINE_SCHEDULER,
         "connector vllm_config kv_cache_manager requests running waiting pause_state finished_req_ids "
-        "failed_recving_kv_req_ids recompute_kv_load_failures num_lookahead_tokens finish_requests "
+        "failed_recving_kv_req_ids recompute_kv_load_failures finish_requests "
         "max_num_running_reqs _inflight_prefills need_mamba_block_aligned_split scheduler_config ec_connector "
         "encoder_cache_manager "
         "deferred_frees connector_prefix_cache_stats dynamic_sd_lookup num_spec_tokens",
@@ -184,20 +184,19 @@ READS = (
     _of(
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager",
-        "block_pool coordinator enable_caching get_block_ids evict_blocks free",
+        "block_pool coordinator enable_caching get_block_ids evict_blocks free allocate_slots",
     ),
     _of("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "get_block_ids"),
     _of(
         "vllm.v1.core.kv_cache_coordinator",
         "KVCacheCoordinator",
-        "single_type_managers find_longest_cache_hit allocate_new_computed_blocks",
+        "single_type_managers find_longest_cache_hit allocate_new_computed_blocks get_num_blocks_to_allocate",
     ),
     _of(
         "vllm.v1.core.single_type_kv_cache_manager",
         "SingleTypeKVCacheManager",
         "req_to_blocks free block_size get_num_skipped_tokens",
     ),
-    _of("vllm.v1.core.single_type_kv_cache_manager", "MambaManager", "num_speculative_blocks"),
     _of(
         "vllm.v1.core.block_pool",
         "BlockPool",
@@ -328,6 +327,7 @@ READS = (
         "ParallelConfig",
         "_api_process_rank tensor_parallel_size worker_cls pipeline_parallel_size decode_context_parallel_size "
         "prefill_context_parallel_size data_parallel_size data_parallel_rank_local data_parallel_index "
+        "assigned_physical_gpu_ids "
         "distributed_executor_backend enable_eplb enable_expert_parallel expert_placement_strategy eplb_config "
         "nnodes_within_dp world_size",
     ),

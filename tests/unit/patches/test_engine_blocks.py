@@ -15,6 +15,7 @@ from support.engine_fakes import TOKENS
 from kvcached_nixl.vllm.adapter import attributes, queues
 from kvcached_nixl.vllm.adapter.attributes import attach, carry
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE
+from kvcached_nixl.vllm.patches import engine_blocks
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.vllm.patches.step_output import (
     is_whole,
@@ -61,11 +62,13 @@ def engine(*managers: SimpleNamespace, pool: Any = None, **changed: Any) -> Simp
     coordinator = SimpleNamespace(single_type_managers=managers)
     found = SimpleNamespace(
         kv_cache_manager=SimpleNamespace(
-            coordinator=coordinator, block_pool=pool or SimpleNamespace(), enable_caching=False
+            coordinator=coordinator,
+            block_pool=pool or SimpleNamespace(),
+            enable_caching=True,
+            allocate_slots=lambda request, num_new_tokens: None,
         ),
         vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_consumer=True)),
-        max_num_running_reqs=8, num_lookahead_tokens=0, pause_state=0, connector=connector(),
-        running=[], waiting=[], skipped_waiting=[],
+        max_num_running_reqs=8, pause_state=0, connector=connector(), running=[], waiting=[], skipped_waiting=[],
     )  # fmt: skip
     vars(found).update(changed)
     return found
@@ -105,30 +108,60 @@ def test_who_is_next_where_nothing_runs(
     assert blocks.stalled == [] and blocks.is_paused == (not running)
 
 
-def starving(free: int, waiting: list[Any], skipped: list[Any], own: list[Any] | None = None) -> EngineBlocks:
-    """``own``: blocks that the first request has; they are in the prefix cache, too."""
-    one = manager(**{} if own is None else {"r0": own})
-    pool = SimpleNamespace(get_num_free_blocks=lambda: free)
-    scheduler = engine(one, pool=pool, waiting=waiting, skipped_waiting=skipped)
-    scheduler.kv_cache_manager.enable_caching = own is not None
-    scheduler.kv_cache_manager.coordinator.find_longest_cache_hit = lambda hashes, most: ((own,), 16)
-    return EngineBlocks(scheduler)
+def starved(
+    needed: int, free_then: int, free: int, cached: tuple[int, ...] = (), *, is_tried: bool = True, **changed: Any
+) -> tuple[str, int] | None:
+    """Of an engine whose next request got no blocks while ``free_then`` were free, or was not tried.
+
+    Args:
+        cached: how many requests have each block of its prompt that is in the prefix cache.
+        changed: what else is so of the request, or of vLLM's scheduler.
+    """
+    (one,) = of_status("WAITING")
+    vars(one).update(num_tokens=17, num_computed_tokens=0, skip_reading_prefix_cache=False, block_hashes=())
+    vars(one).update({name: changed.pop(name) for name in list(changed) if name in vars(one)})
+    pool = SimpleNamespace(get_num_free_blocks=lambda: free_then)
+    scheduler = engine(pool=pool, **{"waiting": [one], **changed})
+    hits = [SimpleNamespace(ref_cnt=count, is_null=False) for count in cached]
+    vars(scheduler.kv_cache_manager.coordinator).update(
+        find_longest_cache_hit=lambda hashes, most: ((hits,), 16),
+        get_num_blocks_to_allocate=lambda *_, apply_admission_cap: needed if apply_admission_cap else 0,
+    )
+    blocks = EngineBlocks(scheduler)
+    if is_tried:
+        assert scheduler.kv_cache_manager.allocate_slots(one, 16) is None
+    pool.get_num_free_blocks = lambda: free
+    return blocks.starved
 
 
-def test_who_waits_before_one_that_would_fit_is_starved() -> None:
-    """vLLM starts none behind it, so nobody is helped by what the other one finds."""
-    large, small = of_status("WAITING", "WAITING")
-    large.num_tokens, small.num_tokens = 20, 4
-    assert starving(2, [small], [large]).starved == ("r0", 5 - 2)
-
-
-def test_who_has_its_kv_and_lacks_a_block_is_starved() -> None:
-    """Its own blocks are in the prefix cache, and are not counted as others' that it could share: it would wait for
-    ever, and all those behind it, if another engine has taken the memory since."""
-    (request,) = of_status("WAITING")
-    request.num_tokens, request.num_computed_tokens, request.block_hashes = 17, 16, ()
-    own = [SimpleNamespace(ref_cnt=1, is_null=False)] * 4
-    assert starving(0, [], [request], own).starved == ("r0", 1)
+@pytest.mark.parametrize(
+    ("counts", "changed", "expected"),
+    [
+        ((5, 2, 2), {}, 3),
+        ((5, 2, 4), {}, 1),
+        ((5, 2, 5), {}, None),
+        # Those that others use it shares; the last one is taken out of the prefix cache.
+        ((5, 0, 0, (1, 2, 0)), {}, 3),
+        ((5, 0, 0, (1, 2, 0)), {"skip_reading_prefix_cache": True}, 5),
+        # Its KV has come, so those are its own.
+        ((1, 0, 0, (1, 1, 1, 1)), {"num_computed_tokens": 16}, 1),
+        # vLLM wants more than it counts there.
+        ((2, 2, 2), {}, 1),
+        ((2, 2, 3), {}, None),
+        # It waits for something else.
+        ((5, 2, 2), {"is_tried": False}, None),
+        ((5, 2, 2), {"status": SimpleNamespace(name="RUNNING")}, None),
+        ((5, 2, 2), {"request_id": "held"}, None),
+        ((5, 2, 2), {"max_num_running_reqs": 0}, None),
+        ((5, 2, 2), {"waiting": []}, None),
+        ((5, 2, 2), {"pause_state": Pause.NEW}, None),
+    ],
+)
+def test_only_whom_vllm_has_refused_blocks_is_starved(
+    counts: tuple[Any, ...], changed: dict[str, Any], expected: int | None
+) -> None:
+    """Nobody would end one that is not seen. One that waits for something else may begin at any moment."""
+    assert starved(*counts, **changed) == (None if expected is None else ("r0", expected))
 
 
 @pytest.mark.parametrize(
@@ -350,3 +383,19 @@ def test_only_who_would_run_with_more_memory_is_stalled(
     vars(blocks)["_wants"] = SimpleNamespace(say=said.append)
     assert blocks.tell_neighbours(lambda one: needs_others and one == "r1")
     assert said == [Want(24, is_stalled)]
+
+
+@pytest.mark.parametrize(("devices", "is_known"), [(None, True), ([4, 5], True), ([6, 7], False)])
+def test_engines_of_other_devices_are_no_neighbours(
+    devices: list[int] | None, is_known: bool, make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--device-ids`` counts in vLLM's workers, which may be other processes; here the first device is number 4."""
+    make_module("vllm.platforms").current_platform = SimpleNamespace(
+        get_device_uuid=lambda device: f"uuid{device}", device_id_to_physical_device_id=lambda device: 4 + device
+    )
+    monkeypatch.setattr(engine_blocks, "wants_of", lambda device: device)
+    scheduler = engine(pool=SimpleNamespace(kv_cache_manager=elastic()))
+    scheduler.vllm_config.parallel_config = SimpleNamespace(
+        data_parallel_rank_local=0, assigned_physical_gpu_ids=devices
+    )
+    assert EngineBlocks(scheduler)._wants == ("uuid0" if is_known else None)

@@ -233,8 +233,11 @@ def test_an_engine_that_has_something_to_do_does_not(one: Any) -> None:
         step(sent={"a"}),
         step(received={"a"}),
         step(invalid={-1}),
+        # Prompts may begin now; blocks are free.
+        step(report=Report(claimed={1})),
+        step(report=Report(idle={(1, 0)})),
     ],
-    ids=["computed", "ended", "told", "sent", "received", "failed"],
+    ids=["computed", "ended", "told", "sent", "received", "failed", "claimed", "idle"],
 )
 def test_after_a_step_that_has_changed_something_there_is_another_one(moved: tuple[Any, Reports, Any]) -> None:
     one = core(OURS)

@@ -66,8 +66,11 @@ def test_several_workers_that_start_at_once_ask_one_prover(prover: Prover) -> No
 def test_it_is_asked_again_when_something_has_changed(prover: Prover, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings, versions, the host's start, the device: each is a question of its own."""
     find(QUESTION, prover.environ)
-    names = ("UCX_TLS", "NIXL_PLUGIN_DIR", "FI_PROVIDER", "LD_PRELOAD")
+    names = ("UCX_TLS", "NIXL_PLUGIN_DIR", "FI_PROVIDER", "LD_PRELOAD", "LD_LIBRARY_PATH", "KVCACHED_SHAREABLE_PAGES")
     for name in names:
+        find(QUESTION, {**prover.environ, name: "other"})
+    # Of another engine on the host.
+    for name in ("KVCACHED_IPC_NAME", "KVCACHED_NIXL_SIDE_CHANNEL_ADVERTISE_HOST"):
         find(QUESTION, {**prover.environ, name: "other"})
     (prover.program.parent / "ucx.conf").write_text("UCX_TLS=tcp")
     find(QUESTION, {**prover.environ, "HOME": str(prover.program.parent)})
@@ -78,9 +81,15 @@ def test_it_is_asked_again_when_something_has_changed(prover: Prover, monkeypatc
     boot.write_text("another")
     monkeypatch.setattr(finding, "_BOOT", boot)
     find(QUESTION, prover.environ)
-    assert len(prover.questions) == 9
+    monkeypatch.setattr(finding.sysconfig, "get_path", lambda name: str(prover.program.parent))
+    beside = prover.program.parent / "etc/ucx"
+    beside.mkdir(parents=True)
+    find(QUESTION, prover.environ)
+    (beside / "ucx.conf").write_text("UCX_TLS=tcp")
+    find(QUESTION, prover.environ)
+    assert len(prover.questions) == 12
     find(QUESTION, {**prover.environ, "HOME": "/elsewhere"})
-    assert len(prover.questions) == 9
+    assert len(prover.questions) == 12
 
 
 def test_what_ucx_could_choose_from_here_is_what_was_proved(prover: Prover) -> None:
