@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ import pytest
 from support.nodes import core_request
 from support.patches import applied
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.async_llm import InputStreamError
+from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from kvcached_nixl.patching import Call, Registry
@@ -137,18 +140,53 @@ def test_what_an_engine_could_not_read_is_refused_by_its_name(name: str, value: 
         InputProcessor.assign_request_id(request)
 
 
-UNSENDABLE: list[Any] = [2**70, "\ud800", {"a": ["\udfff"]}]
+class Core:
+    """In place of vLLM's client of the engine's process: it encodes what it is to send, as that does."""
 
-
-@pytest.mark.parametrize("value", UNSENDABLE, ids=repr)
-def test_what_cannot_be_sent_to_an_engine_is_refused_before_anything_is_kept_of_it(value: object) -> None:
-    """vLLM notices when it has noted the request among those that run."""
-    request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None)
-    request.sampling_params.extra_args = {"kv_transfer_params": {"remote_port": value}}
-    with pytest.raises(VLLMValidationError, match="kv_transfer_params"):
-        InputProcessor.assign_request_id(request)
-    with pytest.raises((OverflowError, UnicodeError)):
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
         MsgpackEncoder().encode(request)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """When its owner is collected."""
+
+
+def sampling_with(value: object) -> SamplingParams:
+    # From 0.33 on, vLLM refuses the number itself.
+    sampling = SamplingParams(detokenize=False)
+    sampling.extra_args = {"kv_transfer_params": {"remote_port": value}}
+    return sampling
+
+
+UNSENDABLE: dict[str, dict[str, Any]] = {
+    "a number": {"sampling_params": sampling_with(2**70)},
+    "text": {"sampling_params": sampling_with("\ud800")},
+    "nested text": {"sampling_params": sampling_with({"a": ["\udfff"]})},
+    "its id": {"request_id": "\ud800"},
+    "chat_template_kwargs": {"reasoning_parser_kwargs": {"chat_template_kwargs": {"a": 2**70}}},
+    "an image": {"mm_features": [MultiModalFeatureSpec(None, "image", "\ud800", PlaceholderRange(0, 1))]},
+}
+if "session_id" in EngineCoreRequest.__struct_fields__:
+    UNSENDABLE["session_id"] = {"session_id": "\ud800"}
+
+
+@pytest.mark.parametrize("of_choices", [False, True])
+@pytest.mark.parametrize("fields", UNSENDABLE.values(), ids=UNSENDABLE)
+def test_what_cannot_be_sent_to_an_engine_is_refused_and_nothing_is_kept_of_it(
+    fields: dict[str, Any], of_choices: bool
+) -> None:
+    """What is kept would be under way for ever: shutdowns would wait for it, and ``--max-num-queued-reqs`` count it."""
+    client: Any = object.__new__(AsyncLLM)
+    processor = OutputProcessor(None, log_stats=False)
+    vars(client).update(output_processor=processor, engine_core=Core(), log_requests=False)
+    request = request_of(RequestOutputKind.FINAL_ONLY, **fields)
+    parent = ParentRequest(request) if of_choices else None
+    if parent is not None:
+        request.request_id, _ = parent.get_child_info(0)
+    queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
+    client.check_admission = lambda **_: None
+    with pytest.raises(VLLMValidationError, match="cannot be sent"):
+        asyncio.run(client._add_request(request, None, parent, 0, queue))
+    assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
 
 
 def test_what_it_can_read_gets_its_id() -> None:
