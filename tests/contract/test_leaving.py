@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 from support import over_sockets
@@ -22,13 +24,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.patches import leaving
+from kvcached_nixl.vllm.patches import leaving, patches_in
 from kvcached_nixl.vllm.patches.roles import ROLES, Role, Roles
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    with applied((leaving.shut_down, leaving.check_health, leaving.serve_http, leaving.add_request)) as registry:
+    with applied(patches_in(leaving)) as registry:
         yield registry
 
 
@@ -150,6 +152,29 @@ def test_connections_are_refused_though_another_process_has_the_socket(timeout: 
         with pytest.raises(ConnectionRefusedError):
             over_sockets.status_of(port, "/v1/completions", b"")
         os.close(other)
+
+
+@pytest.mark.parametrize("timeout", [0.0, 5.0])
+def test_several_api_servers_refuse_connections(timeout: float) -> None:
+    """From 0.32 on they accept by themselves, from a socket that their parent has, too."""
+    kind = pytest.importorskip("vllm.entrypoints.launchers.launcher").NoSignalServer
+    if not hasattr(kind, "_accept"):
+        pytest.skip("they accept as one alone does")
+    made = client()
+    app = served(made)
+    app.post("/v1/completions")(lambda: "text")
+    with socket.create_server(("127.0.0.1", 0)) as shared:
+        config = uvicorn.Config(app, log_level="critical", lifespan="on")
+        server = app.state.server = kind(config, peer_loads=([0, 2**31 - 1], 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [shared.dup()]})
+        thread.start()
+        port = shared.getsockname()[1]
+        assert over_sockets.status_of(port, "/v1/completions", b"") == 200
+        asyncio.run(shut_down(made, timeout))
+        with pytest.raises(ConnectionRefusedError):
+            over_sockets.status_of(port, "/v1/completions", b"")
+        server.should_exit = True
+        thread.join(20)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import msgspec
 
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attributes import private
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.locate import (
     ENGINE_CLIENT,
     INPUT_PROCESSOR,
@@ -28,6 +28,7 @@ from kvcached_nixl.vllm.adapter.locate import (
 )
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
 from kvcached_nixl.vllm.patches.leaving import REFUSED, generation_error, is_leaving
+from kvcached_nixl.vllm.patches.roles import ARRIVED
 from kvcached_nixl.wire.causes import FAILED, STARVED
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -42,8 +43,8 @@ _READABLE: Mapping[str, Any] = MappingProxyType(
 )
 """Fields from a body or a header that not every endpoint checks, and their types."""
 
-_OF_RESPONSES = "resp_"
-"""How the ids of ``/v1/responses`` begin, unless the body has a ``request_id``."""
+_HIDES_ABORT = "_kvcached_nixl_hides_abort"
+"""Attribute of the queue of a request whose endpoint would call its aborted answer whole."""
 _ABORTED = "The server has aborted this request before its end. Try again."
 
 
@@ -75,6 +76,9 @@ async def give_to_engine(call: Call) -> None:
     Raises:
         VLLMValidationError: it cannot be encoded; answered with HTTP 400.
     """
+    arrived = ARRIVED.get()
+    if arrived is not None and not arrived.says_abort:
+        setattr(call.argument("queue"), _HIDES_ABORT, True)
     try:
         await call.proceed()
     except BaseException as error:
@@ -103,10 +107,10 @@ def update_stats_from_finished(call: Call) -> None:
     yet, otherwise an error event or a stream that breaks off. If one of ``n`` choices fails, all fail, as in the
     endpoints of vLLM that do check.
 
-    What the engine itself has aborted, in the middle of its answer, counts as well where the client could not see it:
-    while the server is shut down, and at ``/v1/responses``, which calls it "completed". Other endpoints answer a pause
-    that aborts with a ``finish_reason`` of "abort", which its callers may expect. What the client has aborted does not
-    come here.
+    What the engine itself has aborted, in the middle of its answer, counts as well while the server is shut down, and
+    where the client could not see it: ``/v1/responses`` calls it "completed", a transcription has no word for it. Where
+    a pause that aborts is answered with a ``finish_reason`` of "abort", its callers may expect that. What the client
+    has aborted does not come here.
 
     An engine in its client's own process (``LLM``) has no queue: its outputs have ``finish_reason`` "error" already.
     """
@@ -119,7 +123,7 @@ def update_stats_from_finished(call: Call) -> None:
     try:
         if name == "ERROR":
             _fail(request_state)
-        elif is_leaving(call.instance) or str(private(request_state, "external_req_id")).startswith(_OF_RESPONSES):
+        elif is_leaving(call.instance) or optional(private(request_state, "queue"), _HIDES_ABORT, False):
             _fail(request_state, _ABORTED)
     except Exception:
         # An exception raised here would end vLLM's output handler, and with it every request of this server.

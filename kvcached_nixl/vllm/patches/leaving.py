@@ -14,8 +14,9 @@ until its first part is there.
 Needed until vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended.
 
 Runs in: the API server's process.
-Sources: ``entrypoints/launcher.py`` (``handle_shutdown``), ``v1/engine/async_llm.py``,
-``entrypoints/serve/exception_handling``, ``multimodal/cache.py``, ``starlette/responses.py``.
+Sources: ``entrypoints/launcher.py`` (``handle_shutdown``), from 0.29 on ``entrypoints/launchers/launcher.py``,
+``v1/engine/async_llm.py``, ``entrypoints/serve/exception_handling``, ``multimodal/cache.py``,
+``starlette/responses.py``.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from typing import Any
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.vllm.adapter.attributes import optional, private
-from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE
+from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE, HTTP_SERVER
 from kvcached_nixl.vllm.adapter.neighbours import with_children
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS
 from kvcached_nixl.vllm.patches.roles import ARRIVED, READY, ROLES, Arrived, Role, Roles, tell_ready
 from kvcached_nixl.wire.causes import FAILED, FailureCause
 from kvcached_nixl.wire.question import MOST_BODY_BYTES, ROLE_HEADER
@@ -47,6 +49,8 @@ _LEAVING = "_kvcached_nixl_leaving"
 processor has it, too."""
 _LISTENING = "_kvcached_nixl_listening"
 """The same client's attribute: the API server's loop, and its HTTP server. And it has the application's `ROLES`."""
+_ACCEPTING = "_kvcached_nixl_accepting"
+"""Attribute of an HTTP server: the sockets that it accepts from by itself, each with what ends that."""
 _LOOK_SECONDS = 0.05
 _CLOSED_BEFORE_SECONDS = 0.5
 """New connections end before requests are refused: what has come over one until then is served."""
@@ -139,12 +143,26 @@ def _stop_listening(client: Any) -> None:
 def _close_all(server: Any) -> None:
     """Closes the sockets that an HTTP server listens on, in each process that has them: API servers share one with
     their parent, and a forked engine has it, too. Closed only here, it would take connections that nobody answers."""
-    for one in server.servers:
-        for listening in one.sockets:
-            # uvloop's cannot be shut down.
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listening.fileno())) as same:
-                same.shutdown(socket.SHUT_RD)
-        one.close()
+    accepting = optional(server, _ACCEPTING, [])
+    listening = [one for each in server.servers for one in each.sockets]
+    for one in (*listening, *(one for one, _ in accepting)):
+        # uvloop's cannot be shut down.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fileno())) as same:
+            same.shutdown(socket.SHUT_RD)
+    for cease in (*(each.close for each in server.servers), *(cease for _, cease in accepting)):
+        cease()
+
+
+@Patch(HTTP_SERVER, "_accept", "frontend", "self sock", versions=COUNTS_EXTERNAL_WEIGHTS.later)
+async def accept(call: Call) -> None:
+    """Without it, several API servers that are shut down would go on to take connections, and leave the last of them
+    without an answer.
+
+    Note the socket that one of several API servers accepts connections from by itself, and how it ceases to."""
+    task = asyncio.current_task()
+    assert task is not None
+    vars(call.instance).setdefault(_ACCEPTING, []).append((call.argument("sock"), task.cancel))
+    await call.proceed()
 
 
 def _end_all(loop: asyncio.AbstractEventLoop, processor: Any) -> None:
@@ -243,7 +261,7 @@ def serve_http(call: Call) -> Any:
 
 async def _let_in(call: Call, roles: Roles, *, may_refuse: bool) -> None:
     scope, receive, send = map(call.argument, ("scope", "receive", "send"))
-    with roles.let_in() as one:
+    with roles.let_in(scope["path"]) as one:
         if one.role is Role.BOTH and not may_refuse:
             await call.proceed()
             return

@@ -60,17 +60,28 @@ _REFUSALS: Mapping[Role, str] = MappingProxyType(
 )
 
 
+_SAYS_ABORT = ("/completions", "/completions/batch", "/inference/v1/generate")
+"""How paths end whose answers have a ``finish_reason`` of "abort"; behind ``--root-path``, too."""
+
+
 @dataclass(eq=False)
 class Arrived:
     """An HTTP request.
 
     Attributes:
+        path: of its URL.
         role: that the server had when it came; `Role.BOTH` where it cannot change.
         is_for: `Role.PREFILL` or `Role.DECODE`; None until its first prompt is given to the engine.
     """
 
+    path: str
     role: Role
     is_for: Role | None = None
+
+    @property
+    def says_abort(self) -> bool:
+        """Whether its client sees that the engine has aborted it. Other endpoints call what there is of it whole."""
+        return self.path.endswith(_SAYS_ABORT)
 
     def gives(self, params: object) -> None:
         """A prompt of it is about to be given to the engine, with these ``kv_transfer_params``."""
@@ -100,9 +111,9 @@ class Roles:
     _arrived: set[Arrived] = field(default_factory=set)
 
     @contextmanager
-    def let_in(self) -> Iterator[Arrived]:
+    def let_in(self, path: str) -> Iterator[Arrived]:
         """Runs around the whole of an HTTP request, in its own task."""
-        one = Arrived(self.role if self.why_fixed is None else Role.BOTH)
+        one = Arrived(path, self.role if self.why_fixed is None else Role.BOTH)
         self._arrived.add(one)
         ARRIVED.set(one)
         try:
