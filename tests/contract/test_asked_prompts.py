@@ -177,6 +177,24 @@ def test_images_arrive_as_they_were(client: Client) -> None:
     assert client.mirrored == prompt["mm_hashes"]["image"]
 
 
+@pytest.mark.parametrize(("allowed", "status"), [("1", 200), ("0", 404)])
+def test_an_adapter_that_a_resolver_finds_is_loaded_where_vllm_may(
+    client: Client, allowed: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first prompt that names it, whether it has images or not."""
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", allowed)
+    app = served(client)
+    loaded = app.state.openai_serving_models.lora_requests
+
+    async def resolve_lora(name: str) -> None:
+        loaded[name] = LoRARequest(name, 2, "/found")
+
+    app.state.openai_serving_models.resolve_lora = resolve_lora
+    for _ in range(2):
+        assert post(app, body_of(request(feature(0)), "new")).status_code == status
+    assert [more["lora_request"].lora_int_id for *_, more in client.asked] == [2, 2] * (status == 200)
+
+
 def test_an_image_is_known_by_its_bytes(client: Client) -> None:
     """Two clients may give two images one identifier; the digest has what decode has."""
     app = served(client)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,15 +13,18 @@ import pytest
 from support.nodes import core_request
 from support.patches import applied
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.async_llm import InputStreamError
+from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from kvcached_nixl.patching import Call, Registry
 from kvcached_nixl.vllm.patches import frontend, leaving, patches_in
+from kvcached_nixl.vllm.patches.roles import ARRIVED, Arrived, Role
 
 
 @pytest.fixture(autouse=True)
@@ -35,18 +39,49 @@ def request_of(kind: RequestOutputKind, request_id: str = "inner", **more: Any) 
     return core_request(request_id, prompt_token_ids=[1, 2, 3], **fields)
 
 
+class Core:
+    """In place of vLLM's client of the engine's process: it encodes what it is to send, as that does."""
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        MsgpackEncoder().encode(request)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """When its owner is collected."""
+
+
+def give(
+    processor: OutputProcessor,
+    request: EngineCoreRequest,
+    queue: RequestOutputCollector,
+    parent: ParentRequest | None = None,
+    path: str = "",
+) -> None:
+    """As vLLM's client of the engine does, for an HTTP request to that path, or for none."""
+    client: Any = object.__new__(AsyncLLM)
+    vars(client).update(output_processor=processor, engine_core=Core(), log_requests=False)
+    client.check_admission = lambda **_: None
+
+    async def in_its_task() -> None:
+        if path:
+            ARRIVED.set(Arrived(path, Role.BOTH))
+        await client._add_request(request, None, parent, 0, queue)
+
+    asyncio.run(in_its_task())
+
+
 def left_for_the_client(
     kind: RequestOutputKind,
     reason: FinishReason,
     *token_ids: int,
     stop_reason: str | None = None,
     of: OutputProcessor | None = None,
+    path: str = "",
     **more: Any,
 ) -> Any:
     """What is in the queue of a request of that kind after these tokens, one a step, and an end for that reason."""
     processor = of or OutputProcessor(None, log_stats=False)
     queue = RequestOutputCollector(kind, "inner")
-    processor.add_request(request_of(kind, **more), None, queue=queue)
+    give(processor, request_of(kind, **more), queue, path=path)
     for token_id in token_ids:
         processor.process_outputs([EngineCoreOutput("inner", [token_id])])
     processor.process_outputs([EngineCoreOutput("inner", [], finish_reason=reason, stop_reason=stop_reason)])
@@ -73,14 +108,22 @@ def test_whoever_waits_for_a_request_that_fails_gets_an_error(
     assert is_failure(left) and "END" not in str(left.cause), "a stop string of another choice"
 
 
+SAY_ABORT = ("/v1/completions", "/v1/chat/completions", "/behind/v1/completions", "/inference/v1/generate", "")
+HIDE_ABORT = ("/v1/responses", "/v1/messages", "/v1/audio/transcriptions", "/cohere/v2/chat")
+
+
 @pytest.mark.parametrize("token_ids", [(), (4, 5)])
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 def test_what_an_engine_aborts_where_the_client_would_not_see_it_is_an_error(
     kind: RequestOutputKind, token_ids: tuple[int, ...]
 ) -> None:
-    """``/v1/responses`` calls it "completed", with the text that there is; a chat with a tool call "tool_calls"."""
-    left = left_for_the_client(kind, FinishReason.ABORT, *token_ids, external_req_id="resp_1")
-    assert is_failure(left) and "aborted" in str(left.cause)
+    """``/v1/responses`` calls it "completed", with the text that there is. A client may choose a request's id."""
+    for path in HIDE_ABORT:
+        left = left_for_the_client(kind, FinishReason.ABORT, *token_ids, path=path)
+        assert is_failure(left) and "aborted" in str(left.cause), path
+    for path in SAY_ABORT:
+        left = left_for_the_client(kind, FinishReason.ABORT, *token_ids, path=path, external_req_id="resp_1")
+        assert left.finished and left.outputs[0].finish_reason == "abort", path
     processor = OutputProcessor(None, log_stats=False)
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     client = SimpleNamespace(vllm_config=config, output_processor=processor, output_handler=None)
@@ -137,18 +180,40 @@ def test_what_an_engine_could_not_read_is_refused_by_its_name(name: str, value: 
         InputProcessor.assign_request_id(request)
 
 
-UNSENDABLE: list[Any] = [2**70, "\ud800", {"a": ["\udfff"]}]
+def sampling_with(value: object) -> SamplingParams:
+    # From 0.33 on, vLLM refuses the number itself.
+    sampling = SamplingParams(detokenize=False)
+    sampling.extra_args = {"kv_transfer_params": {"remote_port": value}}
+    return sampling
 
 
-@pytest.mark.parametrize("value", UNSENDABLE, ids=repr)
-def test_what_cannot_be_sent_to_an_engine_is_refused_before_anything_is_kept_of_it(value: object) -> None:
-    """vLLM notices when it has noted the request among those that run."""
-    request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None)
-    request.sampling_params.extra_args = {"kv_transfer_params": {"remote_port": value}}
-    with pytest.raises(VLLMValidationError, match="kv_transfer_params"):
-        InputProcessor.assign_request_id(request)
-    with pytest.raises((OverflowError, UnicodeError)):
-        MsgpackEncoder().encode(request)
+UNSENDABLE: dict[str, dict[str, Any]] = {
+    "a number": {"sampling_params": sampling_with(2**70)},
+    "text": {"sampling_params": sampling_with("\ud800")},
+    "nested text": {"sampling_params": sampling_with({"a": ["\udfff"]})},
+    "its id": {"request_id": "\ud800"},
+    "chat_template_kwargs": {"reasoning_parser_kwargs": {"chat_template_kwargs": {"a": 2**70}}},
+    "an image": {"mm_features": [MultiModalFeatureSpec(None, "image", "\ud800", PlaceholderRange(0, 1))]},
+}
+if "session_id" in EngineCoreRequest.__struct_fields__:
+    UNSENDABLE["session_id"] = {"session_id": "\ud800"}
+
+
+@pytest.mark.parametrize("of_choices", [False, True])
+@pytest.mark.parametrize("fields", UNSENDABLE.values(), ids=UNSENDABLE)
+def test_what_cannot_be_sent_to_an_engine_is_refused_and_nothing_is_kept_of_it(
+    fields: dict[str, Any], of_choices: bool
+) -> None:
+    """What is kept would be under way for ever: shutdowns would wait for it, and ``--max-num-queued-reqs`` count it."""
+    processor = OutputProcessor(None, log_stats=False)
+    request = request_of(RequestOutputKind.FINAL_ONLY, **fields)
+    parent = ParentRequest(request) if of_choices else None
+    if parent is not None:
+        request.request_id, _ = parent.get_child_info(0)
+    queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
+    with pytest.raises(VLLMValidationError, match="cannot be sent"):
+        give(processor, request, queue, parent)
+    assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
 
 
 def test_what_it_can_read_gets_its_id() -> None:

@@ -322,13 +322,13 @@ def test_a_request_that_lacks_only_the_blocks_of_its_first_chunk_is_seen(
     node, num_tokens = make(PREFILL_FILLING, geometry, windows=(None, WINDOW), **extra), 20 * BLOCK
     pool = node.scheduler.kv_cache_manager.block_pool
     if ends == "length":
-        prefilled(node, "cmpl-o-0-aaaaaaaa", first_token=100, num_tokens=num_tokens)
+        node.prefilled("cmpl-o-0-aaaaaaaa", first_token=100, num_tokens=num_tokens)
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 30)
     node.add(PREFILL_ID, None, 1, num_tokens=num_tokens)
     node.step_until(lambda: PREFILL_ID in node.ended)
     assert node.ended[PREFILL_ID] == ends
     pool.free_blocks(taken)
-    rest(node)
+    node.rest()
 
 
 # -------------------------------------------------------------------------------------------------------------- faults

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 from support import over_sockets
@@ -20,12 +24,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.patches import leaving
+from kvcached_nixl.vllm.patches import leaving, patches_in
+from kvcached_nixl.vllm.patches.roles import ROLES, Role, Roles
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    with applied((leaving.shut_down, leaving.check_health, leaving.serve_http, leaving.add_request)) as registry:
+    with applied(patches_in(leaving)) as registry:
         yield registry
 
 
@@ -69,6 +74,14 @@ def client(*requests: str, connector: bool = True, delay: object = 0.001, extra:
     return made
 
 
+def served(made: Any) -> FastAPI:
+    app = FastAPI()
+    app.state.engine_client = made
+    setattr(app.state, ROLES, Roles(Role.BOTH, None))
+    app.add_middleware(ScalingMiddleware)
+    return app
+
+
 async def shut_down(made: Any, timeout: float) -> None:
     """As vLLM's HTTP server does: on a thread beside its loop."""
     made.output_handler = asyncio.ensure_future(asyncio.sleep(30))
@@ -109,9 +122,8 @@ def test_an_idle_server_waits_until_routers_have_noticed() -> None:
 
 
 def test_new_http_requests_get_503_and_metrics_are_served_to_the_end() -> None:
-    made, app = client("one"), FastAPI()
-    app.state.engine_client = made
-    app.add_middleware(ScalingMiddleware)
+    made = client("one")
+    app = served(made)
     app.get("/metrics")(lambda: "m")
     app.post("/v1/completions")(lambda: "text")
     with TestClient(app) as http:
@@ -130,9 +142,8 @@ def test_new_http_requests_get_503_and_metrics_are_served_to_the_end() -> None:
 @pytest.mark.parametrize("timeout", [0.0, 5.0])
 def test_connections_are_refused_though_another_process_has_the_socket(timeout: float) -> None:
     """A forked engine has, and the parent of several API servers: they would take connections and never answer."""
-    made, app = client(), FastAPI()
-    app.state.engine_client = made
-    app.add_middleware(ScalingMiddleware)
+    made = client()
+    app = served(made)
     app.post("/v1/completions")(lambda: "text")
     with over_sockets.served_by_uvicorn(app) as port:
         other = os.dup(app.state.server.servers[0].sockets[0].fileno())
@@ -141,6 +152,53 @@ def test_connections_are_refused_though_another_process_has_the_socket(timeout: 
         with pytest.raises(ConnectionRefusedError):
             over_sockets.status_of(port, "/v1/completions", b"")
         os.close(other)
+
+
+@pytest.mark.parametrize("timeout", [0.0, 5.0])
+def test_several_api_servers_refuse_connections(timeout: float) -> None:
+    """From 0.32 on they accept by themselves, from a socket that their parent has, too."""
+    kind = pytest.importorskip("vllm.entrypoints.launchers.launcher").NoSignalServer
+    if not hasattr(kind, "_accept"):
+        pytest.skip("they accept as one alone does")
+    made = client()
+    app = served(made)
+    app.post("/v1/completions")(lambda: "text")
+    with socket.create_server(("127.0.0.1", 0)) as shared:
+        config = uvicorn.Config(app, log_level="critical", lifespan="on")
+        server = app.state.server = kind(config, peer_loads=([0, 2**31 - 1], 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [shared.dup()]})
+        thread.start()
+        port = shared.getsockname()[1]
+        assert over_sockets.status_of(port, "/v1/completions", b"") == 200
+        asyncio.run(shut_down(made, timeout))
+        with pytest.raises(ConnectionRefusedError):
+            over_sockets.status_of(port, "/v1/completions", b"")
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.mark.parametrize(
+    ("lasts_seconds", "timeout", "ended"), [(0.5, 20.0, ["request", "engine"]), (1.5, 0.2, ["engine", "request"])]
+)
+def test_an_engine_is_kept_for_a_request_between_two_of_its_steps(
+    lasts_seconds: float, timeout: float, ended: list[str]
+) -> None:
+    """As of a beam search: the engine has nothing of it meanwhile."""
+    made, found, begun = client(), list[str](), threading.Event()
+    app = served(made)
+    made.engine_core.shutdown = lambda timeout: found.append("engine")
+
+    @app.post("/v1/completions")
+    async def steps() -> None:
+        begun.set()
+        await asyncio.sleep(lasts_seconds)
+        found.append("request")
+
+    with over_sockets.served_by_uvicorn(app) as port, ThreadPoolExecutor(1) as clients:
+        status = clients.submit(over_sockets.status_of, port, "/v1/completions", b"")
+        assert begun.wait(10.0)
+        asyncio.run(shut_down(made, timeout))
+        assert status.result(20.0) == 200 and found == ended
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.2])

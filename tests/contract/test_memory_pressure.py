@@ -62,14 +62,14 @@ def test_only_what_vllm_does_not_start_for_want_of_blocks_is_starved(node: Calla
 def test_an_offer_of_its_own_prompt_gives_way_to_one_that_shares_no_blocks(node: Callable[..., Node]) -> None:
     """As with ``prompt_logprobs``: vLLM looks for none in the prefix cache."""
     prefill = node(PREFILL_FILLING, give_way_after=0.2)
-    prefilled(prefill, PREFILL_ID)
+    prefill.prefilled(PREFILL_ID)
     taken = prefill.scheduler.kv_cache_manager.block_pool.get_new_blocks(prefill.free_blocks - 1)
     prefill.add(NEW, None, 1)
     prefill.scheduler.requests[NEW].skip_reading_prefix_cache = True
     prefill.step_until(lambda: NEW in prefill.ended)
     assert prefill.ended[NEW] == "length"
     prefill.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
-    rest(prefill)
+    prefill.rest()
 
 
 def test_one_whose_kv_has_come_runs_whoever_waits_for_its_blocks(

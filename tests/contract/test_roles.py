@@ -226,6 +226,24 @@ def test_what_is_under_way_ends_as_it_would_have(stream: bool) -> None:
     run(served(engine), test)
 
 
+@pytest.mark.parametrize("kv_role", ["kv_both", "kv_consumer"])
+def test_what_is_under_way_gets_all_its_steps_while_its_server_is_shut_down(kv_role: str) -> None:
+    engine = Engine()
+    app = served(engine, kv_role=kv_role)
+
+    async def test(http: Http) -> None:
+        engine.go_on.clear()
+        one = asyncio.ensure_future(send(http, CLIENT, "c", "a", "b", "c"))
+        while not engine.got:
+            await asyncio.sleep(0.01)
+        vars(app.state.engine_client)["_kvcached_nixl_leaving"] = time.monotonic()
+        engine.go_on.set()
+        assert (await one).status_code == 200 and engine.got == ["c0", "c1", "c2"]
+        assert (await send(http, CLIENT)).status_code == 503
+
+    run(app, test)
+
+
 def test_a_request_that_is_still_read_counts_for_both() -> None:
     """Nobody knows yet whose it is, and it will be served."""
     engine = Engine()

@@ -64,6 +64,8 @@ API_ROUTES = Target("API routes", "vllm.entrypoints.scale_out.factories")
 """Adds routes to the API server of a model that generates."""
 HTTP_MIDDLEWARE = Target("HTTP middleware", "vllm.entrypoints.serve.elastic_ep.middleware", "ScalingMiddleware")
 """Gets each HTTP request of the API server first."""
+HTTP_SERVER = Target("HTTP server", "vllm.entrypoints.launchers.launcher", "NoSignalServer")
+"""Of which one of several API servers accepts connections by itself, from 0.32 on."""
 
 # ------------------------------------------------------------------------------------------------------------ kvcached
 

@@ -76,7 +76,8 @@ COUNTS_EXTERNAL_WEIGHTS = Change(
     "0.32",
     "a worker's memory is counted without weights that another process holds, and profiled with vLLM's current "
     "configuration; blocks that a connector is to load are not zeroed when they are allocated; kernel blocks by a "
-    "layer's KV-cache spec; Mamba2 layers keep checkpoints of their states while a prompt is computed",
+    "layer's KV-cache spec; Mamba2 layers keep checkpoints of their states while a prompt is computed; each of several "
+    "API servers accepts connections by itself",
 )
 HASHES_AHEAD = Change(
     "0.33",

@@ -122,12 +122,16 @@ class _Endpoint:
 
 async def _computed(body: bytearray, request: Any) -> Any:
     from starlette.responses import JSONResponse
+    from vllm import envs
     from vllm.sampling_params import SamplingParams
 
     state = request.app.state
     client, renderer = state.engine_client, state.engine_client.renderer
     loop = asyncio.get_running_loop()
     asked = await loop.run_in_executor(None, decode_prompt, body)
+    if asked.adapter and private(envs, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        # As ``/v1/completions`` does: an adapter that is not loaded is looked for, and loaded.
+        await state.openai_serving_models.resolve_lora(asked.adapter)
     adapter = _adapter_of(state, asked.adapter)
     # vLLM's caches of images, sounds, ... are used on this thread only.
     executor = private(renderer, "_mm_executor")

@@ -18,10 +18,17 @@ import msgspec
 
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attributes import private
-from kvcached_nixl.vllm.adapter.locate import INPUT_PROCESSOR, MEDIA_PROCESSING, OUTPUT_PROCESSOR, RENDERER
+from kvcached_nixl.vllm.adapter.attributes import optional, private
+from kvcached_nixl.vllm.adapter.locate import (
+    ENGINE_CLIENT,
+    INPUT_PROCESSOR,
+    MEDIA_PROCESSING,
+    OUTPUT_PROCESSOR,
+    RENDERER,
+)
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
 from kvcached_nixl.vllm.patches.leaving import REFUSED, generation_error, is_leaving
+from kvcached_nixl.vllm.patches.roles import ARRIVED
 from kvcached_nixl.wire.causes import FAILED, STARVED
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -36,8 +43,8 @@ _READABLE: Mapping[str, Any] = MappingProxyType(
 )
 """Fields from a body or a header that not every endpoint checks, and their types."""
 
-_OF_RESPONSES = "resp_"
-"""How the ids of ``/v1/responses`` begin, unless the body has a ``request_id``."""
+_HIDES_ABORT = "_kvcached_nixl_hides_abort"
+"""Attribute of the queue of a request whose endpoint would call its aborted answer whole."""
 _ABORTED = "The server has aborted this request before its end. Try again."
 
 
@@ -46,34 +53,44 @@ def assign_request_id(call: Call) -> None:
     """Without it, a body whose priority is no number would end the engine's input thread, and all requests would wait
     forever. Until vLLM's engine answers requests that it cannot decode.
 
-    Refuse a request that the engine's process could not decode, or that cannot be encoded for it.
-
-    A request that cannot be decoded ends the engine's input thread, and all requests wait for ever. Of a request that
-    cannot be encoded (numbers above 64 bits, text that is not Unicode), vLLM keeps the state for ever.
-
     Raises:
         VLLMValidationError: answered with HTTP 400; the message names the field.
     """
     from vllm.exceptions import VLLMValidationError
 
-    core_request = call.argument("request")
     for name, kind in _READABLE.items():
         try:
-            msgspec.convert(private(core_request, name), kind)
+            msgspec.convert(private(call.argument("request"), name), kind)
         except msgspec.ValidationError as error:
             raise VLLMValidationError(f"{name}: {error}. Send a value of that type, or omit the field.") from error
-    sampling = private(core_request, "sampling_params")
-    if sampling is not None:
-        try:
-            msgspec.msgpack.encode((core_request.request_id, core_request.cache_salt, sampling))
-        except (OverflowError, UnicodeError, RecursionError) as error:
-            found = "request_id, cache_salt, kv_transfer_params or another field"
-            reason = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
-            raise VLLMValidationError(f"{found}: {error}; {reason}.") from error
-        except TypeError:
-            # A program that uses vLLM as a library may pass values that only vLLM's own encoder supports, as tensors.
-            pass
     call.proceed()
+
+
+@Patch(ENGINE_CLIENT, "_add_request", "frontend", "self request prompt parent_req index queue")
+async def give_to_engine(call: Call) -> None:
+    """Without it, a request that cannot be encoded for the engine (numbers above 64 bits, text that is not Unicode)
+    would count as under way for ever. Until vLLM forgets a request that it could not send.
+
+    vLLM notes a request before it sends it. What is noted delays a shutdown, and counts for ``--max-num-queued-reqs``.
+
+    Raises:
+        VLLMValidationError: it cannot be encoded; answered with HTTP 400.
+    """
+    arrived = ARRIVED.get()
+    if arrived is not None and not arrived.says_abort:
+        setattr(call.argument("queue"), _HIDES_ABORT, True)
+    try:
+        await call.proceed()
+    except BaseException as error:
+        # Of several choices the first fails already, so the engine has none.
+        noted = call.argument("parent_req") or call.argument("request")
+        private(call.instance, "output_processor").abort_requests([noted.request_id], internal=True)
+        if isinstance(error, (OverflowError, UnicodeError, RecursionError)):
+            from vllm.exceptions import VLLMValidationError
+
+            expected = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
+            raise VLLMValidationError(f"a field of the request cannot be sent: {error}; {expected}.") from error
+        raise
 
 
 @Patch(OUTPUT_PROCESSOR, "_update_stats_from_finished", "frontend", "self req_state finish_reason iteration_stats")
@@ -90,10 +107,10 @@ def update_stats_from_finished(call: Call) -> None:
     yet, otherwise an error event or a stream that breaks off. If one of ``n`` choices fails, all fail, as in the
     endpoints of vLLM that do check.
 
-    What the engine itself has aborted, in the middle of its answer, counts as well where the client could not see it:
-    while the server is shut down, and at ``/v1/responses``, which calls it "completed". Other endpoints answer a pause
-    that aborts with a ``finish_reason`` of "abort", which its callers may expect. What the client has aborted does not
-    come here.
+    What the engine itself has aborted, in the middle of its answer, counts as well while the server is shut down, and
+    where the client could not see it: ``/v1/responses`` calls it "completed", a transcription has no word for it. Where
+    a pause that aborts is answered with a ``finish_reason`` of "abort", its callers may expect that. What the client
+    has aborted does not come here.
 
     An engine in its client's own process (``LLM``) has no queue: its outputs have ``finish_reason`` "error" already.
     """
@@ -106,7 +123,7 @@ def update_stats_from_finished(call: Call) -> None:
     try:
         if name == "ERROR":
             _fail(request_state)
-        elif is_leaving(call.instance) or str(private(request_state, "external_req_id")).startswith(_OF_RESPONSES):
+        elif is_leaving(call.instance) or optional(private(request_state, "queue"), _HIDES_ABORT, False):
             _fail(request_state, _ABORTED)
     except Exception:
         # An exception raised here would end vLLM's output handler, and with it every request of this server.

@@ -14,8 +14,9 @@ until its first part is there.
 Needed until vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended.
 
 Runs in: the API server's process.
-Sources: ``entrypoints/launcher.py`` (``handle_shutdown``), ``v1/engine/async_llm.py``,
-``entrypoints/serve/exception_handling``, ``multimodal/cache.py``, ``starlette/responses.py``.
+Sources: ``entrypoints/launcher.py`` (``handle_shutdown``), from 0.29 on ``entrypoints/launchers/launcher.py``,
+``v1/engine/async_llm.py``, ``entrypoints/serve/exception_handling``, ``multimodal/cache.py``,
+``starlette/responses.py``.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from typing import Any
 from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.vllm.adapter.attributes import optional, private
-from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE
+from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE, HTTP_SERVER
 from kvcached_nixl.vllm.adapter.neighbours import with_children
+from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS
 from kvcached_nixl.vllm.patches.roles import ARRIVED, READY, ROLES, Arrived, Role, Roles, tell_ready
 from kvcached_nixl.wire.causes import FAILED, FailureCause
 from kvcached_nixl.wire.question import MOST_BODY_BYTES, ROLE_HEADER
@@ -46,7 +48,9 @@ _LEAVING = "_kvcached_nixl_leaving"
 """Attribute of vLLM's client of the engine: when it begins to refuse requests, by `time.monotonic`. Its output
 processor has it, too."""
 _LISTENING = "_kvcached_nixl_listening"
-"""The same client's attribute: the API server's loop, and its HTTP server."""
+"""The same client's attribute: the API server's loop, and its HTTP server. And it has the application's `ROLES`."""
+_ACCEPTING = "_kvcached_nixl_accepting"
+"""Attribute of an HTTP server: the sockets that it accepts from by itself, each with what ends that."""
 _LOOK_SECONDS = 0.05
 _CLOSED_BEFORE_SECONDS = 0.5
 """New connections end before requests are refused: what has come over one until then is served."""
@@ -82,16 +86,16 @@ def shut_down(call: Call) -> Any:
     if timeout and waits:
         logger.info("Shutting down: %d requests are under way", len(private(processor, "request_states")))
         until_seconds = begun_seconds + timeout
-        while time.monotonic() < until_seconds and (processor.has_unfinished_requests() or not refuses(client)):
+        while time.monotonic() < until_seconds and (_is_busy(client) or not refuses(client)):
             if time.monotonic() >= refuses_at_seconds - _CLOSED_BEFORE_SECONDS:
                 _stop_listening(client)
             time.sleep(_LOOK_SECONDS)
         left = max(_LEAST_SECONDS, until_seconds - time.monotonic())
     _stop_listening(client)
-    handler = optional(client, "output_handler")
     try:
         return call.proceed(timeout=left)
     finally:
+        handler = optional(client, "output_handler")
         if handler is not None:
             _end_all(handler.get_loop(), processor)
 
@@ -107,6 +111,13 @@ def _delay_seconds(config: Any, timeout: float) -> float:
     given = [extra.get("drain_delay") for extra in _extras(config.kv_transfer_config)]
     usable = (one for one in given if isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0)
     return float(min(next(usable, Settings.drain_delay_seconds), timeout / 2))
+
+
+def _is_busy(client: Any) -> bool:
+    """Whether requests are under way. Between two steps of a beam search, or of tools, the engine has none of them; of
+    what runs in the background, HTTP has none."""
+    roles = optional(client, ROLES)
+    return bool(private(client, "output_processor").has_unfinished_requests() or (roles is not None and roles.is_busy))
 
 
 def _is_loop_here() -> bool:
@@ -132,12 +143,26 @@ def _stop_listening(client: Any) -> None:
 def _close_all(server: Any) -> None:
     """Closes the sockets that an HTTP server listens on, in each process that has them: API servers share one with
     their parent, and a forked engine has it, too. Closed only here, it would take connections that nobody answers."""
-    for one in server.servers:
-        for listening in one.sockets:
-            # uvloop's cannot be shut down.
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listening.fileno())) as same:
-                same.shutdown(socket.SHUT_RD)
-        one.close()
+    accepting = optional(server, _ACCEPTING, [])
+    listening = [one for each in server.servers for one in each.sockets]
+    for one in (*listening, *(one for one, _ in accepting)):
+        # uvloop's cannot be shut down.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fileno())) as same:
+            same.shutdown(socket.SHUT_RD)
+    for cease in (*(each.close for each in server.servers), *(cease for _, cease in accepting)):
+        cease()
+
+
+@Patch(HTTP_SERVER, "_accept", "frontend", "self sock", versions=COUNTS_EXTERNAL_WEIGHTS.later)
+async def accept(call: Call) -> None:
+    """Without it, several API servers that are shut down would go on to take connections, and leave the last of them
+    without an answer.
+
+    Note the socket that one of several API servers accepts connections from by itself, and how it ceases to."""
+    task = asyncio.current_task()
+    assert task is not None
+    vars(call.instance).setdefault(_ACCEPTING, []).append((call.argument("sock"), task.cancel))
+    await call.proceed()
 
 
 def _end_all(loop: asyncio.AbstractEventLoop, processor: Any) -> None:
@@ -186,12 +211,12 @@ def add_request(call: Call) -> Any:
     """Without it, a server that is shut down would abort new requests with status 200, and leave some without an end;
     one that has changed its role would serve everybody.
 
-    Of a request that has come before, and reaches the engine only now."""
-    if refuses(call.instance):
+    HTTP requests have been let in, or refused: each gets all its steps."""
+    one = ARRIVED.get()
+    if one is None and refuses(call.instance):
         from vllm.v1.engine.exceptions import EngineGenerateError
 
         raise EngineGenerateError(_MESSAGE)
-    one = ARRIVED.get()
     if one is not None:
         one.gives((optional(call.argument("params"), "extra_args") or {}).get("kv_transfer_params"))
         if one.refusal:
@@ -226,19 +251,17 @@ def serve_http(call: Call) -> Any:
         server = optional(state, "server")
         if client is not None and server is not None:
             setattr(client, _LISTENING, (asyncio.get_running_loop(), server))
+            setattr(client, ROLES, roles)
+    if roles is None or scope["type"] == "lifespan" or scope["path"] in _SERVED:
         return call.proceed()
-    if roles is not None and scope["path"] in READY:
+    if scope["path"] in READY:
         return tell_ready(roles, client, scope, receive, send)
-    if refuses(client) and scope["path"] not in _SERVED:
-        return _refuse(scope, receive, send)
-    if roles is not None and roles.why_fixed is None:
-        return _let_in(call, roles, may_refuse=_may_refuse(client))
-    return call.proceed(send=RefusableAnswer(scope, receive, send)) if _may_refuse(client) else call.proceed()
+    return _refuse(scope, receive, send) if refuses(client) else _let_in(call, roles, may_refuse=_may_refuse(client))
 
 
 async def _let_in(call: Call, roles: Roles, *, may_refuse: bool) -> None:
     scope, receive, send = map(call.argument, ("scope", "receive", "send"))
-    with roles.let_in() as one:
+    with roles.let_in(scope["path"]) as one:
         if one.role is Role.BOTH and not may_refuse:
             await call.proceed()
             return
@@ -313,13 +336,11 @@ class RefusableAnswer:
     """Takes an answer's messages in place of ASGI's ``send``.
 
     Args:
-        arrived: its request; None where the role cannot change.
+        arrived: its request.
         holds: whether the start of an answer is held back until its first part is there.
     """
 
-    def __init__(
-        self, scope: Any, receive: Any, send: Send, arrived: Arrived | None = None, *, holds: bool = True
-    ) -> None:
+    def __init__(self, scope: Any, receive: Any, send: Send, arrived: Arrived, *, holds: bool) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._arrived, self._holds = arrived, holds
         self._held: list[Any] = []
@@ -347,7 +368,7 @@ class RefusableAnswer:
 
     async def refused(self, *, starts: bool = False) -> bool:
         """Whether the request was refused. Answers one that is not for the server's role, if nothing was sent yet."""
-        if not self._is_refused and (starts or self._held) and self._arrived is not None and self._arrived.refusal:
+        if not self._is_refused and (starts or self._held) and self._arrived.refusal:
             await self._refuse(self._arrived.refusal, str(RETRY_SECONDS), **{ROLE_HEADER: str(self._arrived.role)})
         return self._is_refused
 
@@ -355,8 +376,7 @@ class RefusableAnswer:
     def _is_undecided(self) -> bool:
         """Whether a stream says something before its prompt is given to the engine, as in ``/v1/responses``."""
         one = self._arrived
-        asks = self._scope["method"] == "POST"
-        return asks and one is not None and one.role is Role.PREFILL and one.is_for is None
+        return self._scope["method"] == "POST" and one.role is Role.PREFILL and one.is_for is None
 
     async def _refuse(self, told: str, retry_after: str, **headers: str) -> None:
         self._is_refused = True

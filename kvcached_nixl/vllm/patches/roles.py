@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an API server takes new requests for: for clients, for decode servers that ask for KV, or for both.
+"""The HTTP requests that an API server works for, and what it takes new ones for: for clients, for decode servers that
+ask for KV, or for both.
 
 A ``kv_both`` engine does both at any time, so its role is a matter of its API server alone. A request keeps the role
 that the server had when it came, with all its prompts, choices and steps of a beam search; so a stream ends as it would
@@ -59,17 +60,28 @@ _REFUSALS: Mapping[Role, str] = MappingProxyType(
 )
 
 
+_SAYS_ABORT = ("/completions", "/completions/batch", "/inference/v1/generate")
+"""How paths end whose answers have a ``finish_reason`` of "abort"; behind ``--root-path``, too."""
+
+
 @dataclass(eq=False)
 class Arrived:
     """An HTTP request.
 
     Attributes:
-        role: that the server had when it came.
+        path: of its URL.
+        role: that the server had when it came; `Role.BOTH` where it cannot change.
         is_for: `Role.PREFILL` or `Role.DECODE`; None until its first prompt is given to the engine.
     """
 
+    path: str
     role: Role
     is_for: Role | None = None
+
+    @property
+    def says_abort(self) -> bool:
+        """Whether its client sees that the engine has aborted it. Other endpoints call what there is of it whole."""
+        return self.path.endswith(_SAYS_ABORT)
 
     def gives(self, params: object) -> None:
         """A prompt of it is about to be given to the engine, with these ``kv_transfer_params``."""
@@ -82,7 +94,7 @@ class Arrived:
 
 
 ARRIVED: ContextVar[Arrived | None] = ContextVar("kvcached_nixl_arrived", default=None)
-"""The HTTP request that this task works for; None if it works for none, or the server's role cannot change."""
+"""The HTTP request that this task works for, or did when it began; None if it works for none."""
 
 
 @dataclass(eq=False)
@@ -99,9 +111,9 @@ class Roles:
     _arrived: set[Arrived] = field(default_factory=set)
 
     @contextmanager
-    def let_in(self) -> Iterator[Arrived]:
+    def let_in(self, path: str) -> Iterator[Arrived]:
         """Runs around the whole of an HTTP request, in its own task."""
-        one = Arrived(self.role)
+        one = Arrived(path, self.role if self.why_fixed is None else Role.BOTH)
         self._arrived.add(one)
         ARRIVED.set(one)
         try:
@@ -110,8 +122,15 @@ class Roles:
             self._arrived.discard(one)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether requests are under way. On any thread."""
+        return bool(self._arrived)
+
+    @property
     def num_left(self) -> int:
         """Requests under way that came while the role was another, and would be refused now, or may be."""
+        if self.why_fixed is not None:
+            return 0
         others = (one for one in self._arrived if one is not ARRIVED.get() and one.role is not self.role)
         return sum(one.is_for is None or one.is_for not in self.role for one in others)
 

@@ -262,7 +262,7 @@ READS = (
     _of("vllm.v1.engine", "EngineCoreOutput", "request_id finish_reason new_token_ids trace_headers"),
     _of("vllm.v1.engine", "FinishReason", "ERROR ABORT"),
     _of("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
-    _of("vllm.v1.engine.output_processor", "RequestState", "queue detokenizer stats external_req_id parent_req"),
+    _of("vllm.v1.engine.output_processor", "RequestState", "queue detokenizer stats parent_req"),
     _of("vllm.v1.engine.parallel_sampling", "ParentRequest", "output_aggregator"),
     _of("vllm.v1.metrics.stats", "PrefillStats", "num_cached_tokens num_local_cached_tokens num_prompt_tokens"),
     _of("vllm.v1.metrics.stats", "RequestStateStats", "arrival_time queued_ts first_token_ts first_token_latency"),
@@ -281,7 +281,7 @@ READS = (
     ),
     _of("vllm.v1.engine.core_client", "AsyncMPClient", "_call_utility_async core_engine"),
     # Its endpoint for prompts with images, ...
-    _of("vllm.entrypoints.openai.models.serving", "OpenAIServingModels", "lora_requests"),
+    _of("vllm.entrypoints.openai.models.serving", "OpenAIServingModels", "lora_requests resolve_lora"),
     _of("vllm.entrypoints.serve.utils.api_utils", "", "with_cancellation"),
     _of("vllm.inputs", "", "embeds_input mm_input"),
     _of("vllm.multimodal.cache", "", "MultiModalProcessorOnlyCache"),
@@ -293,7 +293,11 @@ READS = (
     _of("vllm.multimodal.inputs", "BaseMultiModalField", "keep_on_cpu"),
     _of("vllm.multimodal.inputs", "MultiModalFlatField", "dim"),
     _of("vllm.multimodal.inputs", "MultiModalSharedField", "batch_size"),
-    _of("vllm.v1.engine.output_processor", "OutputProcessor", "request_states has_unfinished_requests propagate_error"),
+    _of(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor",
+        "request_states has_unfinished_requests propagate_error abort_requests",
+    ),
     _of("vllm.v1.engine.exceptions", "", "EngineDeadError EngineGenerateError"),
     # Configuration.
     _of(
@@ -356,7 +360,7 @@ READS = (
         "vllm.envs",
         "",
         "VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT "
-        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
     ),
     _of("vllm.platforms.interface", "Platform", "device_type get_nixl_memory_type is_rocm"),
 )
