@@ -119,10 +119,8 @@ def _stands_still(core: Any, found: Sequence[Any]) -> bool:
     # Of another connector, which may wait for what only a step brings.
     if any(one.has_pending_push_work() for one in connectors(scheduler.connector) if side_of(one) is None):
         return False
-    # Ranks of a data-parallel group step together, and remote encoders are polled in every step.
-    if private(core, "engines_running") or private(scheduler, "ec_connector") is not None:
-        return False
-    if scheduler.finished_req_ids or private(scheduler, "deferred_frees"):
+    # Ranks of a data-parallel group step together.
+    if private(core, "engines_running") or scheduler.finished_req_ids or private(scheduler, "deferred_frees"):
         return False
     statuses = [one.status.name for one in queued(scheduler)]
     # A compiled grammar and the loads of another connector are found by polling only.

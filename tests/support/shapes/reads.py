@@ -146,7 +146,7 @@ READS = (
         ENGINE_SCHEDULER,
         "connector vllm_config kv_cache_manager requests running waiting pause_state finished_req_ids "
         "failed_recving_kv_req_ids recompute_kv_load_failures finish_requests "
-        "max_num_running_reqs _inflight_prefills need_mamba_block_aligned_split scheduler_config ec_connector "
+        "max_num_running_reqs _inflight_prefills need_mamba_block_aligned_split scheduler_config "
         "encoder_cache_manager "
         "deferred_frees connector_prefix_cache_stats dynamic_sd_lookup num_spec_tokens",
         kv_holding_waiting=BEYOND_KVCACHED.later,

@@ -390,9 +390,10 @@ def test_engines_of_other_devices_are_no_neighbours(
     devices: list[int] | None, is_known: bool, make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``--device-ids`` counts in vLLM's workers, which may be other processes; here the first device is number 4."""
-    make_module("vllm.platforms").current_platform = SimpleNamespace(
+    platform = SimpleNamespace(
         get_device_uuid=lambda device: f"uuid{device}", device_id_to_physical_device_id=lambda device: 4 + device
     )
+    make_module("vllm.platforms").current_platform = platform  # type: ignore[attr-defined]
     monkeypatch.setattr(engine_blocks, "wants_of", lambda device: device)
     scheduler = engine(pool=SimpleNamespace(kv_cache_manager=elastic()))
     scheduler.vllm_config.parallel_config = SimpleNamespace(

@@ -83,7 +83,6 @@ def core(*statuses: str, ours: SimpleNamespace | None = None, blocks: Blocks | N
         waiting=requests[::2],
         skipped_waiting=requests[1::2],
         pause_state=0,
-        ec_connector=None,
         finished_req_ids=set(),
         deferred_frees=[],
         kv_cache_manager=SimpleNamespace(block_pool=blocks or Blocks(7)),
@@ -100,7 +99,7 @@ def core(*statuses: str, ours: SimpleNamespace | None = None, blocks: Blocks | N
     return SimpleNamespace(**fields | changed)
 
 
-SCHEDULERS = ("pause_state", "finished_req_ids", "ec_connector", "deferred_frees")
+SCHEDULERS = ("pause_state", "finished_req_ids", "deferred_frees")
 
 
 def step(tokens: int = 0, *, ended: bool = False, told: bool = False, **reported: Any) -> tuple[Any, Reports, Any]:
@@ -199,7 +198,6 @@ def test_below_several_connectors_it_rests_for_a_moment() -> None:
         core(OURS, batch_queue=[batch(has_output=False)]),
         core(OURS, finished_req_ids={"a"}),
         core(OURS, deferred_frees=[1]),
-        core(OURS, ec_connector="encoders"),
         core(OURS, engines_running=True),
     ],
     ids=[
@@ -215,7 +213,6 @@ def test_below_several_connectors_it_rests_for_a_moment() -> None:
         "no output",
         "an end to tell",
         "blocks that a step still writes",
-        "encoders",
         "lockstep",
     ],
 )
