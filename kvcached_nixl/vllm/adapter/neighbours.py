@@ -104,7 +104,7 @@ def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
     mapped, or load what other weights have computed."""
     if (encoders := optional(vllm_config, "ec_transfer_config")) is not None:
         raise SettingsError(
-            found=f"--ec-transfer-config with {optional(encoders, 'ec_connector')} beside the NIXL connector",
+            found=f"--ec-transfer-config with {encoders.ec_connector} beside the NIXL connector",
             expected="embeddings of images, sounds, ... that this engine computes itself, or loads from its own cache",
             consequence="Embeddings are found by the hash of an image alone: another model's, or those of weights of "
             "before, would be used, and answers be wrong.",
