@@ -45,6 +45,9 @@ class Core:
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         MsgpackEncoder().encode(request)
 
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """The engine has none."""
+
     def shutdown(self, timeout: float | None = None) -> None:
         """When its owner is collected."""
 
@@ -211,6 +214,8 @@ def test_what_cannot_be_sent_to_an_engine_is_refused_and_nothing_is_kept_of_it(
     if parent is not None:
         request.request_id, _ = parent.get_child_info(0)
     queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
+    with pytest.raises(VLLMValidationError, match="cannot be sent"):
+        InputProcessor.assign_request_id(request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None, **fields))
     with pytest.raises(VLLMValidationError, match="cannot be sent"):
         give(processor, request, queue, parent)
     assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)

@@ -20,7 +20,8 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.worker.gpu_worker import Worker
 
-from kvcached_nixl.vllm.adapter.weights import distrust, note_calls
+from kvcached_nixl.vllm.adapter import weights as adapter_weights
+from kvcached_nixl.vllm.adapter.weights import distrust, look_again
 from kvcached_nixl.vllm.patches import engine_loop, weights
 
 
@@ -34,17 +35,14 @@ class Executor:
     """Notes what is asked of the workers, in order."""
 
     is_sleeping = False
+    failure: str | None = None
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[None]:
-        self.asked.append(f"changed by {', '.join(*args)}" if method is note_calls else method)
-        return [None]
-
-    def get_kv_connector_handshake_metadata(self) -> list[Any]:
-        self.asked.append("identify")
-        return []
+    def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+        self.asked.append(f"identify after {', '.join(*args)}" if method is look_again else method)
+        return [None, self.failure]
 
 
 class Side:
@@ -109,8 +107,8 @@ class Engine:
 
 
 TOGETHER = (
-    (("one",), ["one", "changed by one", "identify"]),
-    (("one", "two", "one"), ["one", "two", "one", "changed by one, two", "identify"]),
+    (("one",), ["one", "identify after one"]),
+    (("one", "two", "one"), ["one", "two", "one", "identify after one, two"]),
 )
 """Calls that wait together, and what is asked of the workers: weights are read once for all of them."""
 CALLS: dict[str, tuple[tuple[tuple[str, ...], list[str]], ...]] = {
@@ -118,11 +116,11 @@ CALLS: dict[str, tuple[tuple[tuple[str, ...], list[str]], ...]] = {
     "in one that is never idle": TOGETHER,
     "what sleeps without a word to the executor is not read": (
         (("one", "sleep"), ["one", "sleep", "hide"]),
-        (("wake_up",), ["wake_up", "changed by one, wake_up", "identify"]),
+        (("wake_up",), ["wake_up", "identify after one, wake_up"]),
     ),
     "calls that change no weights cost nothing": ((("profile", "list_loras"), ["profile", "list_loras"]),),
     "weights that are known to change are revoked at once": (
-        (("update_weights", "two"), ["update_weights", "revoke", "two", "changed by two, update_weights", "identify"]),
+        (("update_weights", "two"), ["update_weights", "revoke", "two", "identify after two, update_weights"]),
     ),
     "sleeping weights are not read": ((("one", "two"), ["one", "revoke", "two", "revoke"]),),
 }
@@ -142,12 +140,12 @@ def test_what_peers_may_fetch_is_looked_at_before_the_call_returns(monkeypatch: 
     """Who has called may ask them at once; and once for several calls."""
     engine = Engine(monkeypatch, is_idle=True)
     engine.side.are_fetchable = True
-    assert engine.core.collective_rpc("one") == [None]
+    assert engine.core.collective_rpc("one") == [None, None]
     take_input(engine.core)
     engine.core.collective_rpc("one")
-    assert engine.asked[-2:] == ["changed by one", "identify"]
+    assert engine.asked[-1:] == ["identify after one"]
     engine.asked.clear()
-    assert engine.call("one", "two") == ["one", "two", "changed by one, two", "identify"]
+    assert engine.call("one", "two") == ["one", "two", "identify after one, two"]
 
 
 def test_a_call_that_fails_may_have_changed_weights_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,47 +160,48 @@ def test_a_call_that_fails_may_have_changed_weights_in_part(monkeypatch: pytest.
     monkeypatch.setattr(engine.core.model_executor, "collective_rpc", fail)
     with pytest.raises(ValueError, match="one"):
         engine.core.collective_rpc("one")
-    assert engine.asked == ["changed by one (failed)", "identify"]
+    assert engine.asked == ["identify after one (failed)"]
 
 
 def test_calls_that_were_not_looked_at_are_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, is_idle=True)
     engine.side.are_fetchable = True
-    identify = engine.core.model_executor.get_kv_connector_handshake_metadata
-    failing = iter([True])
-
-    def fail() -> list[Any]:
-        if next(failing, False):
-            raise ValueError("a worker is busy")
-        return list(identify())
-
-    monkeypatch.setattr(engine.core.model_executor, "get_kv_connector_handshake_metadata", fail)
-    assert engine.call("one") == ["one", "changed by one", "hide"]
-    assert engine.call("two") == ["two", "changed by one, two", "identify"]
+    engine.core.model_executor.failure = "a worker is busy"
+    assert engine.call("one") == ["one", "identify after one", "hide"]
+    engine.core.model_executor.failure = None
+    assert engine.call("two") == ["two", "identify after one, two"]
 
 
 def test_a_look_that_has_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody may call again: a neighbour had taken the memory that workers need for it."""
     engine, now = Engine(monkeypatch, is_idle=False), [0.0]
     monkeypatch.setattr(weights, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    executor = engine.core.model_executor
-    identify, executor.get_kv_connector_handshake_metadata = executor.get_kv_connector_handshake_metadata, None
-    assert engine.call("one") == ["one", "changed by one", "hide"]
+    engine.core.model_executor.failure = "torch.OutOfMemoryError"
+    assert engine.call("one") == ["one", "identify after one", "hide"]
     assert engine.call() == []
     now[0] = weights.RETRY_SECONDS
-    assert engine.call() == ["changed by one"], "in vain, and nobody is told again"
-    executor.get_kv_connector_handshake_metadata = identify
+    assert engine.call() == ["identify after one"], "in vain, and nobody is told again"
+    engine.core.model_executor.failure = None
     now[0] = 2 * weights.RETRY_SECONDS
-    assert engine.call() == ["changed by one", "identify"]
+    assert engine.call() == ["identify after one"]
     now[0] = 4 * weights.RETRY_SECONDS
     assert engine.call() == []
+
+
+def test_a_worker_whose_weights_cannot_be_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it raised, vLLM's executor would take what the other ranks answer for the next step's outputs."""
+    worker = SimpleNamespace(get_kv_connector_handshake_metadata=lambda: 1 // 0)
+    monkeypatch.setattr(adapter_weights, "_models", lambda _: {})
+    assert look_again(worker, ["one"]).startswith("ZeroDivisionError")
 
 
 def test_a_call_while_an_engine_starts_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM tells its workers an automatic max_model_len before it has a scheduler."""
     engine = Engine(monkeypatch, is_idle=False)
     del engine.core.scheduler
-    assert engine.core.collective_rpc("update_max_model_len") == [None] and engine.asked == ["update_max_model_len"]
+    assert engine.core.collective_rpc("update_max_model_len") == [None, None] and engine.asked == [
+        "update_max_model_len"
+    ]
 
 
 def test_a_loader_is_believed_if_vllm_s_base_class_says_when_it_loads() -> None:
@@ -228,7 +227,7 @@ def test_other_input_that_waits_does_not_put_it_off(monkeypatch: pytest.MonkeyPa
     ):
         engine.core.input_queue.put(item)
     take_input(engine.core)
-    assert engine.asked == ["one", "changed by one", "identify"]
+    assert engine.asked == ["one", "identify after one"]
 
 
 OTHERS = frozenset(

@@ -148,7 +148,8 @@ def test_other_connectors_forget_what_they_keep(make: Callable[..., Node], monke
     """Each by itself: what is around them would tell NIXL's, too, and a tier that is copying."""
     prefill, told = make(PREFILL_FILLING), []
     other, around = (SimpleNamespace(reset_cache=lambda name=name: told.append(name)) for name in ("other", "around"))
-    around._connectors = [prefill.scheduler.connector, other]
+    failing = SimpleNamespace(reset_cache=lambda: 1 // 0)
+    around._connectors = [prefill.scheduler.connector, failing, other]
     monkeypatch.setattr(engine_blocks, "connectors", lambda _: [around, *around._connectors])
     EngineBlocks(prefill.scheduler).outdate(lambda *_: True)
     assert told == ["other"]

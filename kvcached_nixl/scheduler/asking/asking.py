@@ -84,7 +84,7 @@ class Asking:
     @property
     def due_at_seconds(self) -> float | None:
         """When `turn` has to be called, whatever happens until then; None if it need not."""
-        of_queue = self._queue.look_at_seconds, self._limit.deadlines.first_seconds
+        of_queue = self._queue.due_at_seconds, self._limit.deadlines.first_seconds
         return earliest(self.servers.silent_at_seconds, self._rested_at_seconds, *of_queue)
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
@@ -291,6 +291,9 @@ class Asking:
             return False
         choice = self.servers.choose(*wanted.choice)
         if rests and choice.server not in wanted.lacking and not self._replaces(choice.server):
+            if wanted.lacking:
+                self._queue.rest(wanted, choice.server.rests_until_seconds)
+                return True
             self._rested_at_seconds = choice.server.rests_until_seconds
             return False
         if self._goes_on_here(wanted, choice):

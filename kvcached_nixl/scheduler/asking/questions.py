@@ -130,17 +130,21 @@ class Questions:
         """The KV of a request that goes on does not come."""
         cause, is_of_adapter = failure.cause, failure.cause is FailureCause.DIGEST and bool(wanted.question.adapter)
         is_of_engine = wanted.named is not None and cause is FailureCause.UNREACHABLE
-        is_of_server = cause in _OF_SERVER
+        is_of_server = cause in _OF_SERVER and not is_of_engine
         outcome = Outcome(
             str(failure), is_of_server=is_of_server, is_of_adapter=is_of_adapter, is_of_engine=is_of_engine
         )
         self.close(wanted, outcome.ended)
-        if outcome.is_of_server or cause in _OF_PREFILL:
+        if outcome.is_of_server or is_of_engine or cause in _OF_PREFILL:
             self._charge(wanted, outcome)
         return outcome
 
     def _charge(self, wanted: Wanted, outcome: Outcome) -> None:
         *before, server = wanted.tried
+        if outcome.is_of_engine:
+            # Nothing says that the server is not well.
+            server.engine = None
+            return
         # One adapter says nothing of the others, nor of the base model. A prompt that fails twice is one prompt: with
         # another one like it, a server that is well would rest.
         if outcome.is_of_server or not (outcome.is_of_adapter or server in before):

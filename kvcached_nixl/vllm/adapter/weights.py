@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +22,14 @@ import torch
 from kvcached_nixl.identity.files import checksum_of, processor_checksum, processor_code, settings_of
 from kvcached_nixl.identity.history import ModelReading, WeightsHistory, joined
 from kvcached_nixl.identity.memory import Reading, read
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.computes import choices, own_code
 from kvcached_nixl.vllm.adapter.locate import LOADER_BASE
 from kvcached_nixl.vllm.adapter.specs import keeps_draft_kv
 from kvcached_nixl.wire.handshake import Weights
+
+logger = logging.getLogger(SERVER_LOGGER)
 
 _NOT_OF_MEDIA = frozenset(
     {
@@ -126,10 +130,18 @@ def distrust(cls: type) -> str:
     return "" if is_vllms else f"{cls.__name__} may put other weights in place than it reads"
 
 
-def note_calls(worker: Any, names: Sequence[str]) -> None:
-    """Called in a worker after calls that may have changed its weights."""
-    for model in _models(worker).values():
-        _history(model).called(names)
+def look_again(worker: Any, names: Sequence[str]) -> Any:
+    """In a worker, after these calls, which may have changed its weights. Returns its metadata of handshakes, or as
+    text why its weights cannot be read. Where one rank raises, vLLM's executor leaves the answers of the others, and takes
+    them for those of later calls.
+    """
+    try:
+        for model in _models(worker).values():
+            _history(model).called(names)
+        return worker.get_kv_connector_handshake_metadata()
+    except Exception as error:
+        logger.exception("The weights of this rank cannot be read")
+        return f"{type(error).__name__}: {error}"
 
 
 def weights_of(worker: Any) -> tuple[Weights, Mapping[str, Sequence[str]]]:

@@ -22,13 +22,14 @@ from typing import Any
 import msgspec
 
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.vllm.adapter.attributes import OWNER, optional, private
+from kvcached_nixl.vllm.adapter.attributes import OWNER, core_of, optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import hold
 from kvcached_nixl.vllm.adapter.requests import WHOLE_BECAUSE, ends_in_media, hash_embeddings, is_stand_in
 from kvcached_nixl.vllm.adapter.specs import keeps_of
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.tier import tier_of
+from kvcached_nixl.vllm.patches.weights import identify_if_due
 from kvcached_nixl.wire.manifest import FEWEST_TOKENS, Keeps
 
 
@@ -99,6 +100,9 @@ def preprocess_add_request(call: Call) -> Any:
         # engine runs, holds or has in a session. vLLM would confuse the two, abort the other one, or end the engine.
         request.request_id = f"kvcached-nixl-rejected-{secrets.token_hex(16)}"
     vars(call.instance.scheduler)[OWNER] = call.instance
+    if core_of(call.instance.scheduler) is None:
+        # An engine in its client's own process has no loop that repeats a look at weights.
+        identify_if_due(call.instance)
     drop_unknown_stops(request, call.instance.vllm_config.model_config.get_vocab_size())
     sides_here = list(bound_sides(call.instance.scheduler))
     lora = private(request, "lora_request")

@@ -350,15 +350,25 @@ class EngineBlocks:
         tier = tier_of(self._scheduler)
         for request_id in () if tier is None else tier.forget():
             self._load_again(request_id)
-        for one in connectors(private(self._scheduler, "connector")):
-            is_other = side_of(one) is None and optional(one, "_connectors") is None and not is_tier(type(one))
-            if is_other and one.reset_cache() is False:
-                logger.warning("%s has not forgotten the KV of the weights of before", type(one).__name__)
         # Nor do embeddings of images. Workers that are told with the next step keep what that computes again.
         owner, encoders = owner_of(self._scheduler), private(self._scheduler, "encoder_cache_manager")
         if owner is not None and (optional(encoders, "cached") or optional(encoders, "freed")):
             owner.reset_encoder_cache()
+        self._reset_others()
         return outdated
+
+    def _reset_others(self) -> None:
+        for one in connectors(private(self._scheduler, "connector")):
+            if side_of(one) is not None or optional(one, "_connectors") is not None or is_tier(type(one)):
+                continue
+            try:
+                has_failed = one.reset_cache() is False
+            except Exception:
+                # Another package's: whatever it raises, the weights have changed.
+                logger.exception("reset_cache of %s has failed", type(one).__name__)
+                has_failed = True
+            if has_failed:
+                logger.warning("%s has not forgotten the KV of the weights of before", type(one).__name__)
 
     def _load_again(self, request_id: str) -> None:
         """Have a request that waits for KV of another connector, or for its turn with it, begin anew."""

@@ -53,23 +53,46 @@ def assign_request_id(call: Call) -> None:
     """Without it, a body whose priority is no number would end the engine's input thread, and all requests would wait
     forever. Until vLLM's engine answers requests that it cannot decode.
 
+    Refuse a request that the engine's process could not decode, or that cannot be encoded for it (numbers above 64
+    bits, text that is not Unicode), before vLLM counts it for a data-parallel rank, for ever.
+
     Raises:
         VLLMValidationError: answered with HTTP 400; the message names the field.
     """
     from vllm.exceptions import VLLMValidationError
 
+    core_request = call.argument("request")
     for name, kind in _READABLE.items():
         try:
-            msgspec.convert(private(call.argument("request"), name), kind)
+            msgspec.convert(private(core_request, name), kind)
         except msgspec.ValidationError as error:
             raise VLLMValidationError(f"{name}: {error}. Send a value of that type, or omit the field.") from error
+    # What may hold what cannot be encoded; a later vLLM may have more of it.
+    sent = [core_request.request_id, core_request.cache_salt, private(core_request, "sampling_params")]
+    sent += [optional(core_request, "session_id"), optional(core_request, "reasoning_parser_kwargs")]
+    sent += [(one.identifier, one.mm_hash) for one in core_request.mm_features or ()]
+    try:
+        msgspec.msgpack.encode(sent)
+    except (OverflowError, UnicodeError, RecursionError) as error:
+        raise _not_sendable(error) from error
+    except TypeError:
+        # A program that uses vLLM as a library may pass values that only vLLM's own encoder supports, as tensors.
+        pass
     call.proceed()
+
+
+def _not_sendable(error: Exception) -> Exception:
+    from vllm.exceptions import VLLMValidationError
+
+    expected = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
+    refusal: Exception = VLLMValidationError(f"a field of the request cannot be sent: {error}; {expected}.")
+    return refusal
 
 
 @Patch(ENGINE_CLIENT, "_add_request", "frontend", "self request prompt parent_req index queue")
 async def give_to_engine(call: Call) -> None:
-    """Without it, a request that cannot be encoded for the engine (numbers above 64 bits, text that is not Unicode)
-    would count as under way for ever. Until vLLM forgets a request that it could not send.
+    """Without it, a request that cannot be sent to the engine, for whatever reason, would count as under way for ever.
+    Until vLLM forgets a request that it could not send.
 
     vLLM notes a request before it sends it. What is noted delays a shutdown, and counts for ``--max-num-queued-reqs``.
 
@@ -82,14 +105,11 @@ async def give_to_engine(call: Call) -> None:
     try:
         await call.proceed()
     except BaseException as error:
-        # Of several choices the first fails already, so the engine has none.
+        # Of several choices the engine may have some already.
         noted = call.argument("parent_req") or call.argument("request")
-        private(call.instance, "output_processor").abort_requests([noted.request_id], internal=True)
+        await call.instance.abort(noted.request_id, internal=True)
         if isinstance(error, (OverflowError, UnicodeError, RecursionError)):
-            from vllm.exceptions import VLLMValidationError
-
-            expected = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
-            raise VLLMValidationError(f"a field of the request cannot be sent: {error}; {expected}.") from error
+            raise _not_sendable(error) from error
         raise
 
 

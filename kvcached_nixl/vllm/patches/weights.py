@@ -23,7 +23,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     WORKER_PROCESS,
 )
 from kvcached_nixl.vllm.adapter.queues import has_call
-from kvcached_nixl.vllm.adapter.weights import note_calls, note_files, watch_loading, weights_of
+from kvcached_nixl.vllm.adapter.weights import look_again, note_files, watch_loading, weights_of
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -155,13 +155,13 @@ def identify_again(core: Any, method: object, *, has_failed: bool = False) -> No
             side.side_channel.hide()
         return
     has_changed = name in _CHANGING or core.model_executor.is_sleeping
-    for side in found:
-        side.revocations.weights_doubted(has_changed=has_changed)
     called = vars(core).setdefault(_DUE, set())
     called |= vars(core).pop(_MISSED, set())
     vars(core).pop(_RETRY_AT, None)
     if name is not None:
         called.add(f"{name} (failed)" if has_failed else name)
+    for side in found:
+        side.revocations.weights_doubted(has_changed=has_changed)
     # An engine in its client's own process has no loop that looks before each step.
     has_loop = core_of(scheduler) is not None
     is_fetchable = any(side.offering.kept.are_fetchable for side in found)
@@ -178,9 +178,9 @@ def identify_if_due(core: Any) -> None:
     called = vars(core).pop(_DUE)
     content: dict[Any, Any] = {}
     try:
-        if called:
-            executor.collective_rpc(note_calls, args=(sorted(called),))
-        for one in executor.get_kv_connector_handshake_metadata() or ():
+        for one in executor.collective_rpc(look_again, args=(sorted(called),)):
+            if isinstance(one, str):
+                raise RuntimeError(one)
             content.update(one or {})
         if content:
             scheduler.connector.set_xfer_handshake_metadata_pp_aware(content)

@@ -168,7 +168,8 @@ class OfferRegistry:
         is_read = is_wanted and bool(offer.readers - offer.settled)
         spares = revocation.spares_wanted and is_wanted
         if spares and revocation.cause is RevocationCause.BLOCKS:
-            spares = not any(one.write_tasks and not one.blocks for one in self._matcher.offers.values())
+            offers = self._matcher.offers.values()
+            spares = not any(one.write_tasks and not one.update.ready_tokens for one in offers)
         return bool(offer.write_tasks) or is_read or spares
 
     def revoke(self, request_id: PrefillRequestId, revocation: Revocation) -> None:

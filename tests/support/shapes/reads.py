@@ -250,7 +250,8 @@ READS = (
         "vllm.v1.engine",
         "EngineCoreRequest",
         "request_id cache_salt data_parallel_rank priority sampling_params prompt_token_ids prompt_embeds mm_features "
-        "resumable prompt_is_token_ids abort_immediately",
+        "resumable prompt_is_token_ids abort_immediately reasoning_parser_kwargs",
+        session_id=HITS_DIVERGE.later,
     ),
     _of(
         "vllm.sampling_params",
@@ -296,7 +297,7 @@ READS = (
     _of(
         "vllm.v1.engine.output_processor",
         "OutputProcessor",
-        "request_states has_unfinished_requests propagate_error abort_requests",
+        "request_states has_unfinished_requests propagate_error",
     ),
     _of("vllm.v1.engine.exceptions", "", "EngineDeadError EngineGenerateError"),
     # Configuration.

@@ -138,12 +138,33 @@ def test_an_adapter_is_waited_for_where_its_only_server_is_busy(recomputes: bool
     assert "a" in decode.blocks.released and not decode.fetching.refused
 
 
+def test_who_waits_for_a_server_of_its_own_keeps_nobody_waiting() -> None:
+    """Others are asked for meanwhile, and for as long as that takes."""
+    decode = Decode("http://p1", "http://p2", num_free=10_000)
+    decode.arrives("a", adapter="new")
+    for _ in range(2):
+        decode.answers("a", MISSING if decode.url("a") == "http://p1" else BUSY)
+    for place in range(10):
+        decode.clock.advance(5)
+        decode.turn()
+        if decode.number("a") in decode.asking.questions.asked:
+            decode.answers("a", BUSY)
+        decode.arrives(f"b{place}")
+        assert decode.url(f"b{place}") == "http://p1"
+        decode.answers(f"b{place}")
+        decode.asking.gone(f"b{place}")
+    decode.asking.gone("a")
+    decode.turn()
+    assert decode.asking.due_at_seconds is None and not decode.asking.figures.held
+
+
 def test_an_adapter_whose_server_leaves_while_it_is_waited_for_is_computed_here() -> None:
     decode = Decode("http://p1", "http://p2", num_free=10_000)
     decode.arrives("a", adapter="new")
     for _ in range(2):
         decode.answers("a", BUSY if decode.url("a") == "http://p2" else MISSING)
     decode.asking.servers.all.remove(decode.by_url("http://p2"))
+    decode.clock.advance(30)
     decode.turn()
     assert "a" in decode.fetching.refused and decode.asking.due_at_seconds is None
 
