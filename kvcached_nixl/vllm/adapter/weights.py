@@ -131,9 +131,10 @@ def distrust(cls: type) -> str:
 
 
 def look_again(worker: Any, names: Sequence[str]) -> Any:
-    """In a worker, after these calls, which may have changed its weights. Returns its metadata of handshakes, or as
-    text why its weights cannot be read. Where one rank raises, vLLM's executor leaves the answers of the others, and takes
-    them for those of later calls.
+    """In a worker, after these calls, which may have changed its weights. Returns its metadata of handshakes, or why
+    its weights cannot be read, as text.
+
+    Where one rank raises, vLLM's executor leaves the answers of the others, and takes them for those of later calls.
     """
     try:
         for model in _models(worker).values():
