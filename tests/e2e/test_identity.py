@@ -58,7 +58,12 @@ class Asking:
         """``salt``: of an earlier one, to begin with what prefill has cached."""
         self.turn += 1
         name = f"offered-{self.turn}"
-        return Offered(await self.prefill.offer(PROMPT, salt=salt or name, request_id=name), salt or name)
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = await self.prefill.complete(
+            PROMPT, max_tokens=1, salt=salt or name, request_id=name, kv_transfer_params=params
+        )
+        # None if nothing is offered.
+        return Offered(answer["kv_transfer_params"], salt or name)
 
     async def fetched(self, offered: Offered | None = None, decode: Client | None = None) -> list[int]:
         offered = offered or await self.offered()

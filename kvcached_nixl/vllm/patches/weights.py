@@ -171,9 +171,11 @@ def identify_again(core: Any, method: object, *, has_failed: bool = False) -> No
 
 def identify_if_due(core: Any) -> None:
     """Before a step, do what `identify_again` has left."""
+    if _DUE not in vars(core) or time.monotonic() < vars(core).get(_RETRY_AT, 0.0):
+        return
     scheduler, executor = core.scheduler, core.model_executor
     # Sleeping weights cannot be read. They are read when everything is awake.
-    if _DUE not in vars(core) or executor.is_sleeping or time.monotonic() < vars(core).get(_RETRY_AT, 0.0):
+    if executor.is_sleeping:
         return
     called = vars(core).pop(_DUE)
     content: dict[Any, Any] = {}
