@@ -264,13 +264,13 @@ TOOLS = [
     Ask("tool, auto", {**_LONG, "tools": [TOOL], "tool_choice": "auto", "structured_outputs": {"regex": _CALL}}),
     Ask("tool, auto, none called", {**OFF, "tools": [TOOL], "tool_choice": "auto"}),
 ]
-_THINKING = {"messages": [], "max_completion_tokens": 48, **_SEEDED, "logit_bias": {str(THINK_END): 3}}
+_THINKING = {"messages": [], "max_completion_tokens": 48, **_SEEDED, "logit_bias": {str(THINK_END): 5}}
 REASONING = [
     Ask("reasoning", {**_THINKING, "logprobs": True}),
     Ask("reasoning, left out", {**_THINKING, "include_reasoning": False}),
     Ask(
         "reasoning, then a choice",
-        {**_THINKING, "logit_bias": {str(THINK_END): 4}, "structured_outputs": {"choice": list(WORDS)}},
+        {**_THINKING, "logit_bias": {str(THINK_END): 6}, "structured_outputs": {"choice": list(WORDS)}},
     ),
     Ask(
         "reasoning without an end", {**_THINKING, "logit_bias": {str(THINK_END): -100}, "max_completion_tokens": TOKENS}
