@@ -172,7 +172,7 @@ class EngineBlocks:
     @property
     def starved(self) -> tuple[str, int] | None:
         """The request in the queue that vLLM has refused blocks, and how many more it needs than are free; None if
-        there is none, or enough have come free since.
+        there is no such request, or if enough blocks have become free in the meantime.
 
         The number may be too small: what vLLM reserves for others, and pages that blocks do not tile, are not in it."""
         scheduler, (request, num_free_then) = self._scheduler, self._refused

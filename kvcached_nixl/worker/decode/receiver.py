@@ -46,8 +46,8 @@ class Renewals:
         self.due = Deadlines[tuple[RemotePrefill, str]]()
 
     def want(self, renewal: LeaseRenewal) -> None:
-        """A request wants this lease, or none any more. The first heartbeat is due at once: how long the request took
-        to arrive is unknown."""
+        """Start to renew the lease that a request needs, or stop if it no longer needs one (`prefill` is None). The
+        first heartbeat is due at once: how long the request took to arrive is unknown."""
         request_id = renewal.request_id
         self._end(request_id)
         if renewal.prefill is None:
