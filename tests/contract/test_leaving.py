@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import os
 import socket
 import threading
@@ -19,6 +20,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 from support import over_sockets
 from support.patches import applied
+from support.waiting import until
 from vllm.entrypoints.serve.elastic_ep.middleware import ScalingMiddleware
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -137,6 +139,53 @@ def test_new_http_requests_get_503_and_metrics_are_served_to_the_end() -> None:
         assert http.get("/metrics").status_code == 200
         app.state.engine_client = None
         assert http.post("/v1/completions").status_code == 200
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["refused", "served for a while"])
+def test_a_connection_that_a_client_keeps_ends_with_its_next_answer(seconds: float) -> None:
+    """Behind a balancer that chooses a server for each connection, a client would try no other one."""
+    made = client()
+    app = served(made)
+    app.post("/v1/completions")(lambda: "text")
+    app.get("/metrics")(lambda: "m")
+    with over_sockets.served_by_uvicorn(app) as port:
+        for method, path in (("POST", "/v1/completions"), ("GET", "/metrics")):
+            kept, ends = http.client.HTTPConnection("127.0.0.1", port), []
+            for since_seconds in (None, time.monotonic() + seconds):
+                if since_seconds is not None:
+                    vars(made)["_kvcached_nixl_leaving"] = since_seconds
+                kept.request(method, path)
+                answer = kept.getresponse()
+                answer.read()
+                ends.append(answer.will_close)
+            assert ends == [False, True]
+            vars(made).pop("_kvcached_nixl_leaving")
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_what_waits_to_be_accepted_is_answered_when_connections_are_refused(loop: str) -> None:
+    """The loop may have been busy with a large body, or a long prompt."""
+    made = client()
+    app = served(made)
+    app.post("/v1/completions")(lambda: "text")
+    with over_sockets.served_by_uvicorn(app, loop=loop) as port:
+        busy, _ = vars(made)["_kvcached_nixl_listening"]
+        goes_on = threading.Event()
+        busy.call_soon_threadsafe(goes_on.wait, 20)
+        waiting = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(8)]
+        for one in waiting:
+            one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n")
+        asyncio.run(shut_down(made, 0.0))
+        goes_on.set()
+        assert [one.recv(12) for one in waiting] == [b"HTTP/1.1 503"] * 8
+        for one in waiting:
+            one.close()
+        until(lambda: _is_refused(port))
+
+
+def _is_refused(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) != 0
 
 
 @pytest.mark.parametrize("timeout", [0.0, 5.0])

@@ -27,11 +27,13 @@ def vllm_application(transfer: Mapping[str, Any], *arguments: str) -> tuple[Any,
 
 
 @contextmanager
-def served_by_uvicorn(app: Any, lifespan: Literal["on", "off"] = "on") -> Iterator[int]:
+def served_by_uvicorn(
+    app: Any, lifespan: Literal["on", "off"] = "on", loop: Literal["auto", "asyncio", "uvloop"] = "auto"
+) -> Iterator[int]:
     """Gives the port."""
     import uvicorn
 
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan=lifespan)
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan=lifespan, loop=loop)
     server = app.state.server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -30,6 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
@@ -40,7 +41,7 @@ from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import optional
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE
 from kvcached_nixl.vllm.adapter.neighbours import extras_of
-from kvcached_nixl.vllm.patches.leaving import note_server, refuses
+from kvcached_nixl.vllm.patches.leaving import is_leaving, note_server, refuses
 from kvcached_nixl.wire.causes import FAILED, FailureCause
 from kvcached_nixl.wire.params import asks
 from kvcached_nixl.wire.question import MOST_BODY_BYTES, ROLE_HEADER
@@ -80,6 +81,8 @@ _REFUSALS: Mapping[Role, str] = MappingProxyType(
     }
 )
 
+
+Send = Callable[[Any], Awaitable[None]]
 
 _SAYS_ABORT = ("/completions", "/completions/batch", "/inference/v1/generate")
 """How paths end whose answers have a ``finish_reason`` of "abort"; behind ``--root-path``, too."""
@@ -185,18 +188,32 @@ def serve_http(call: Call) -> Any:
         server = optional(state, "server")
         if client is not None and server is not None:
             note_server(client, server, roles)
-    if roles is None or scope["type"] == "lifespan" or scope["path"] in _SERVED:
+    if roles is None or scope["type"] == "lifespan":
         return call.proceed()
+    send = partial(_send_last, client, send)
+    if scope["path"] in _SERVED:
+        return call.proceed(send=send)
     if scope["path"] in READY:
         return tell_ready(roles, client, scope, receive, send)
-    return _refuse(scope, receive, send) if refuses(client) else _let_in(call, roles, may_refuse=_may_refuse(client))
+    if refuses(client):
+        return _refuse(scope, receive, send)
+    return _let_in(call, send, roles, may_refuse=_may_refuse(client))
 
 
-async def _let_in(call: Call, roles: Roles, *, may_refuse: bool) -> None:
-    scope, receive, send = map(call.argument, ("scope", "receive", "send"))
+async def _send_last(client: Any, send: Send, message: Any) -> None:
+    """As ASGI's ``send``. The answers of a server that is shut down end their connections: where a load balancer
+    chooses a server for each connection, a client that keeps one would get nothing but 503 until the server has
+    ended."""
+    if message["type"] == "http.response.start" and is_leaving(client):
+        message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+    await send(message)
+
+
+async def _let_in(call: Call, send: Send, roles: Roles, *, may_refuse: bool) -> None:
+    scope, receive = map(call.argument, ("scope", "receive"))
     with roles.let_in(scope["path"]) as one:
         if one.role is Role.BOTH and not may_refuse:
-            await call.proceed()
+            await call.proceed(send=send)
             return
         # Clients are refused while the role is prefill; their streams would begin at once.
         answer = RefusableAnswer(scope, receive, send, one, holds=may_refuse or one.role is Role.PREFILL)
@@ -278,7 +295,6 @@ _TOLD = re.compile(rf'{REFUSED}retry_after=(\d+)[^"]*'.encode())
 _STREAMED = b'data: {"error"'
 _LOOKED_AT = 500
 """Bytes of an answer in which an error's message begins."""
-Send = Callable[[Any], Awaitable[None]]
 
 
 def generation_error() -> Any:

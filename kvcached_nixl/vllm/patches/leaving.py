@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import socket
 import time
 from typing import Any
@@ -123,17 +124,28 @@ def _stop_listening(client: Any) -> None:
             loop.call_soon_threadsafe(_close_all, server)
 
 
-def _close_all(server: Any) -> None:
+def _close_all(server: Any, num_looks: int = int(_CLOSED_BEFORE_SECONDS / _LOOK_SECONDS)) -> None:
     """Closes the sockets that an HTTP server listens on, in each process that has them: API servers share one with
-    their parent, and a forked engine has it, too. Closed only here, it would take connections that nobody answers."""
+    their parent, and a forked engine has it, too. Closed only here, it would take connections that nobody answers.
+
+    Connections that wait to be accepted, because the loop was busy, would get a reset: it looks ``num_looks`` times
+    whether there are any."""
     accepting = optional(server, _ACCEPTING, [])
-    listening = [one for each in server.servers for one in each.sockets]
-    for one in (*listening, *(one for one, _ in accepting)):
+    listening = [one for each in server.servers for one in each.sockets] + [one for one, _ in accepting]
+    waiting = select.poll()
+    for one in listening:
+        waiting.register(one.fileno(), select.POLLIN)
+    loop = asyncio.get_running_loop()
+    if num_looks and waiting.poll(0):
+        loop.call_later(_LOOK_SECONDS, _close_all, server, num_looks - 1)
+        return
+    for one in listening:
         # uvloop's cannot be shut down.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fileno())) as same:
             same.shutdown(socket.SHUT_RD)
     for cease in (*(each.close for each in server.servers), *(cease for _, cease in accepting)):
-        cease()
+        # Not at once: what asyncio has just accepted, it begins to serve after this, and only while it is not closed.
+        loop.call_soon(cease)
 
 
 @Patch(HTTP_SERVER, "_accept", "frontend", "self sock", versions=COUNTS_EXTERNAL_WEIGHTS.later)
