@@ -63,6 +63,7 @@ class Pair:
     ) -> None:
         self.cluster = Cluster(mode, verify_fraction, is_traced=is_traced)
         self.wire, self.clock = self.cluster.wire, self.cluster.clock
+        self.settle, self.pass_time, self.turn = self.cluster.settle, self.cluster.pass_time, self.cluster.turn
         self.prefill = self.cluster.engine(prefill_name, prefill)
         self.decode = self.cluster.engine("d", decode)
         self._numbers = itertools.count(1)
@@ -112,15 +113,6 @@ class Pair:
         return f"{name}-{next(self._numbers):08x}"
 
     # ------------------------------------------------------------------------------------------------------ progress
-
-    def settle(self) -> None:
-        self.cluster.settle()
-
-    def pass_time(self, seconds: float) -> None:
-        self.cluster.pass_time(seconds)
-
-    def turn(self) -> None:
-        self.cluster.turn()
 
     def round(self, times: int = 1) -> None:
         """Runs rounds of everything but transfers: messages, handshakes, threads and steps."""

@@ -8,7 +8,8 @@ Each private name is read in one place here, so that a rename in the package cha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, MutableMapping
+from collections.abc import Callable, Collection, Hashable, MutableMapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.deadlines import Deadlines
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from kvcached_nixl.worker.decode.receiver import Receiver, Renewals
     from kvcached_nixl.worker.prefill.offers import Offer, OfferMatcher
     from kvcached_nixl.worker.prefill.registry import Leases, OfferRegistry
-    from kvcached_nixl.worker.prefill.writer import Writer
     from kvcached_nixl.worker.transfer.context import GateConnections, WorkerContext
     from kvcached_nixl.worker.transfer.ownership_tokens import TokenBuffers, TokenTable
     from kvcached_nixl.worker.transfer.peers import Peers
@@ -85,51 +85,28 @@ def forbid_scans(*things: object, above: int = 100) -> list[Unscanned]:
 # ------------------------------------------------------------------------------------------------------- of a worker
 
 
-def context_of(thread: TransferThread) -> WorkerContext:
-    return thread._context
-
-
-def receiver_of(thread: TransferThread) -> Receiver:
-    return thread._receiver
-
-
-def registry_of(thread: TransferThread) -> OfferRegistry:
-    return thread._registry
-
-
-def report_of(thread: TransferThread) -> Report:
-    """Returns what has ended, and was not taken yet."""
-    return thread._outcomes._report
-
-
-def renewals_of(thread: TransferThread) -> Renewals:
-    return thread._receiver.renewals
-
-
-def attempts_of(receiver: Receiver) -> dict[int, Attempt]:
-    """Returns the attempts that are not finished, by number."""
-    return receiver._attempts
-
-
-def writers_of(receiver: Receiver) -> ActiveWriters:
-    return receiver._writers
-
-
-def matcher_of(registry: OfferRegistry) -> OfferMatcher:
-    return registry._matcher
-
-
-def offers_of(registry: OfferRegistry) -> dict[PrefillRequestId, Offer]:
-    """Returns the offers that are not finished, by request."""
-    return matcher_of(registry).offers
-
-
-def leases_of(registry: OfferRegistry) -> Leases:
-    return registry._leases
-
-
-def writer_of(registry: OfferRegistry) -> Writer:
-    return registry.writer
+context_of: Callable[[TransferThread], WorkerContext] = attrgetter("_context")
+receiver_of: Callable[[TransferThread], Receiver] = attrgetter("_receiver")
+registry_of: Callable[[TransferThread], OfferRegistry] = attrgetter("_registry")
+report_of: Callable[[TransferThread], Report] = attrgetter("_outcomes._report")
+"""What has ended, and was not taken yet."""
+renewals_of: Callable[[TransferThread], Renewals] = attrgetter("_receiver.renewals")
+attempts_of: Callable[[Receiver], dict[int, Attempt]] = attrgetter("_attempts")
+"""The attempts that are not finished, by number."""
+writers_of: Callable[[Receiver], ActiveWriters] = attrgetter("_writers")
+matcher_of: Callable[[OfferRegistry], OfferMatcher] = attrgetter("_matcher")
+offers_of: Callable[[OfferRegistry], dict[PrefillRequestId, Offer]] = attrgetter("_matcher.offers")
+"""The offers that are not finished, by request."""
+leases_of: Callable[[OfferRegistry], Leases] = attrgetter("_leases")
+free_buffers_of: Callable[[TokenBuffers], list[int]] = attrgetter("_free")
+tokens_of: Callable[[TokenTable], MutableMapping[Hashable, int]] = attrgetter("_token_of")
+"""The ownership token of each owner."""
+gates_of: Callable[[GateConnections], dict[str, str]] = attrgetter("_agent_of")
+"""The agent of each gate that a rank of prefill knows."""
+links_of: Callable[[Peers], Collection[Peer]] = attrgetter("_links")
+"""The addresses that are connected, or whose handshake is under way."""
+bytes_in_flight: Callable[[TransferQueue], int] = attrgetter("_all_bytes")
+"""Except those of transfers whose job was dropped."""
 
 
 def parked_of(registry: OfferRegistry) -> dict[Offer, Held]:
@@ -147,33 +124,9 @@ def agents_of(peers: Peers) -> list[str]:
     return [link.last_agent for link in peers._links.values() if link.last_agent is not None]
 
 
-def free_buffers_of(buffers: TokenBuffers) -> list[int]:
-    return buffers._free
-
-
-def tokens_of(table: TokenTable) -> MutableMapping[Hashable, int]:
-    """Returns the ownership token of each owner."""
-    return table._token_of
-
-
-def gates_of(connections: GateConnections) -> dict[str, str]:
-    """Returns the agent of each gate that a rank of prefill knows."""
-    return connections._agent_of
-
-
 def num_open(gates: WriteGates) -> int:
     """Returns the number of gates that are not closed."""
     return (gates._present is not None) + len(gates._retired)
-
-
-def links_of(peers: Peers) -> Collection[Peer]:
-    """Returns the addresses that are connected, or whose handshake is under way."""
-    return peers._links
-
-
-def bytes_in_flight(queue: TransferQueue) -> int:
-    """Returns the bytes that are in flight, except those of transfers whose job was dropped."""
-    return queue._all_bytes
 
 
 def num_dropped(queue: TransferQueue) -> int:
@@ -184,9 +137,8 @@ def num_dropped(queue: TransferQueue) -> int:
 # ------------------------------------------------------------------------------------------- of an engine's scheduler
 
 
-def holds_of(handover: SchedulerFacade) -> dict[int, list[Any]]:
-    """Returns the blocks of each hold, by its number."""
-    return handover.engine.holds._held
+holds_of: Callable[[SchedulerFacade], dict[int, list[Any]]] = attrgetter("engine.holds._held")
+"""The blocks of each hold, by its number."""
 
 
 def asking_of(handover: SchedulerFacade) -> list[object]:

@@ -151,38 +151,21 @@ class Node:
         return self.of(self.engine.scheduler).connector_scheduler
 
     @property
-    def agent(self) -> Any:
-        return self.worker.nixl_wrapper
-
-    @property
     def side(self) -> Any:
         """The worker's `WorkerFacade`."""
         return side_of(self.of(self.engine.worker))
 
-    @property
-    def thread(self) -> Any:
-        """The transfer thread."""
-        return self.side.thread
-
-    @property
-    def context(self) -> Any:
-        """What both halves of the transfer thread share."""
-        return context_of(self.thread)
-
-    @property
-    def registry(self) -> Any:
-        """Prefill's half of the transfer thread."""
-        return registry_of(self.thread)
-
-    @property
-    def receiver(self) -> Any:
-        """Decode's half of the transfer thread."""
-        return receiver_of(self.thread)
-
-    @property
-    def write_tasks(self) -> Any:
-        """Decode's registrations that prefill has not finished, by agent and attempt."""
-        return self.registry.writer.tasks
+    agent = property(lambda self: self.worker.nixl_wrapper)
+    thread = property(lambda self: self.side.thread)
+    """The transfer thread."""
+    context = property(lambda self: context_of(self.thread))
+    """What both halves of the transfer thread share."""
+    registry = property(lambda self: registry_of(self.thread))
+    """Prefill's half of the transfer thread."""
+    receiver = property(lambda self: receiver_of(self.thread))
+    """Decode's half of the transfer thread."""
+    write_tasks = property(lambda self: self.registry.writer.tasks)
+    """Decode's registrations that prefill has not finished, by agent and attempt."""
 
     @property
     def side_of_engine(self) -> Any:

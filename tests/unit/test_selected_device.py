@@ -10,21 +10,20 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.kvcached_memory import Geometry
 from support.memory_transport import Network
+from support.worker_fakes import Asking
+from unit.worker.test_build import Stock
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.proof import __main__ as prover
 from kvcached_nixl.proof.result import Question
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.transport.agent import select_device
-from kvcached_nixl.wire.planes import HeadShare
 from kvcached_nixl.worker import facade as starting
 from kvcached_nixl.worker.background import Work
 from kvcached_nixl.worker.geometry.layout import Layout
@@ -128,25 +127,9 @@ class Agent:
         return call
 
 
-def stock(agent: Agent) -> Any:
+def stock(platform: Platform) -> Stock:
     """vLLM's worker, rank 1 of 2."""
-    return SimpleNamespace(
-        agent=agent, backends=("UCX",), memory_type="VRAM", device_id=1, engine_id="e",
-        tp_size=2, tp_rank=1, pp_size=1, pp_rank=0, kernel_blocks_per_block=1, kv_shares=1,
-        answers_before_drafts=False, zeroes_blocks=False, facts=(), share_of=HeadShare,
-        keep_registered=lambda descriptors: None, offer_handshake=lambda compatibility, metadata: None,
-    )  # fmt: skip
-
-
-class Channel:
-    def ask(self, host: str, port: int, tp_rank: int, pp_rank: int = 0) -> Future[tuple[str, bytes]]:
-        raise AssertionError("nobody is to be asked")
-
-    def wake(self, host: str, port: int, key: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    return Stock(agent=Agent(platform), memory_type="VRAM", device_id=1, kernel_blocks_per_block=1)
 
 
 @pytest.fixture
@@ -185,8 +168,8 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     """The transfer thread, which NIXL and events are asked on; those that copy and that digest, with their streams."""
     monkeypatch.setattr(starting, "open_gate", lambda *_: Network().open_gate("e"))
     slab = Slab(layout, 4, torch.device("cpu"))
-    there = Registered(layout, LAYERS, slab, "VRAM")
-    side = starting.build_worker(stock(Agent(platform)), there, Settings(TransferMode.PULL), Channel(), Clock())
+    there, channel = Registered(layout, LAYERS, slab, "VRAM"), Asking()
+    side = starting.build_worker(stock(platform), there, Settings(TransferMode.PULL), channel, Clock())
     (made,) = (name for name in platform.did if name.startswith("kvcached-nixl-slab"))
     assert platform.did[made] == ["selects 1", "a context", "pinned memory", "its memory"]
     names = new_threads()
@@ -202,6 +185,7 @@ def test_every_thread_of_a_worker_selects_its_device_first(
     context.checksums.background.submit(Work("a digest", lambda: None, lambda *_: digested.set()))  # type: ignore[arg-type]
     assert copied.wait(SECONDS) and digested.wait(SECONDS)
     side.close()
+    assert not channel.asked, "nobody is to be asked"
     assert "get_new_notifs" in platform.did["kvcached-nixl-transfer"]
     for name in ("kvcached-nixl-copies", "kvcached-nixl-checksums"):
         assert platform.did[name][2:] == ["a stream", "a stream begins", "a stream ends", "a stream is waited for"]
@@ -214,7 +198,7 @@ def test_a_device_that_cannot_be_selected_ends_the_start(platform: Platform, lay
     platform.broken = True
     there = Registered(layout, LAYERS, slab)
     with pytest.raises(RuntimeError, match="no such device"):
-        starting.build_worker(stock(Agent(platform)), there, Settings(TransferMode.PULL), Channel(), Clock())
+        starting.build_worker(stock(platform), there, Settings(TransferMode.PULL), Asking(), Clock())
 
 
 def test_a_member_of_the_prover_does_what_a_worker_does(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:

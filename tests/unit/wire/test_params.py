@@ -98,21 +98,38 @@ def test_a_field_with_an_endless_name_is_not_shown_whole() -> None:
 
 
 WRONG_COORDINATES = each(
-    remote_port=[None, 0, 65536, -1, "5600", 5600.5, float("nan"), float("inf"), True],
+    remote_port=[None, 0, 65536, 70_000, -1, "5600", 5600.5, float("nan"), float("inf"), True],
     remote_host=[None, "", 7, "x" * 1025, "\ud800"],
-    remote_engine_id=[None, "", ["e"], "e" * 1025, "\udfff"],
+    remote_engine_id=[None, "", [], ["e"], "e" * 1025, "\udfff"],
     tp_size=[0, -1, MAX_TP_SIZE + 1, 10**9, "2", True, 2**80],
-    pp_size=[0, -1, MAX_TP_SIZE // 2 + 1, 10**9, "2", True],
+    pp_size=[0, -1, MAX_TP_SIZE // 2 + 1, 10**9, "1", "2", True],
+)
+WRONG_NAMES = each(
+    transfer_id=["", 7, ["a"], True, "x" * 1025, "\ud800"],
+    remote_request_id=["", 7, ["a"], {}, True, "x" * 1025, "\ud800"],
+)
+WRONG_FIELDS = each(
+    transfer_mode=["staged"],
+    dcp_size=[-1],
+    remote_block_ids=["x", [[-1]], [[1, "2"]]],
+    remote_num_tokens=[-1],
+    remote_blocks_expiry_time=["soon"],
+    **{MANIFEST_KEY: [{"protocol": PROTOCOL}]},
 )
 
 
 @pytest.mark.parametrize("is_answer", [True, False], ids=["with a manifest", "without"])
-@pytest.mark.parametrize("changed", WRONG_COORDINATES, ids=plain_id)
-def test_coordinates_that_cannot_be_used_are_refused_and_named(changed: dict[str, Any], is_answer: bool) -> None:
+@pytest.mark.parametrize("changed", [*WRONG_COORDINATES, *WRONG_NAMES, *WRONG_FIELDS], ids=plain_id)
+def test_what_cannot_be_used_is_refused_and_named_on_both_sides(changed: dict[str, Any], is_answer: bool) -> None:
     """B1 and B4: a port that is missing waited for ever, a size of 10**9 built so many peers."""
-    with pytest.raises(HandOverFailed, match=f"kv_transfer_params: .*{next(iter(changed))}") as refused:
+    (field,) = changed
+    with pytest.raises(HandOverFailed, match=f"kv_transfer_params: .*{field}") as refused:
         read((ANSWER if is_answer else BOTH_AT_ONCE) | changed, may_rendezvous=True)
     assert refused.value.cause is FailureCause.PARAMETERS
+    # On prefill None says that there are none, and as many stages as could be are not counted with ranks.
+    if changed[field] not in (None, MAX_TP_SIZE // 2 + 1):
+        with pytest.raises(HandOverFailed, match=field):
+            read_offer({"do_remote_decode": True, **changed}, "cmpl-x")
 
 
 PARAMETERS_AT_THEIR_BOUNDS = [
@@ -197,14 +214,10 @@ def test_both_requests_of_a_hand_over_get_one_name_and_others_another() -> None:
         assert name_of(params, request_id) != name_of(others, other_id), (params, request_id)
 
 
-@pytest.mark.parametrize("key", ["transfer_id", "remote_request_id"])
-@pytest.mark.parametrize("wrong", ["", 7, ["a"], True, "x" * 1025, "\ud800"], ids=plain_id)
-def test_a_name_that_is_none_is_malformed_and_named(key: str, wrong: object) -> None:
-    with pytest.raises(Malformed, match=key):
-        name_of({key: wrong}, "x")
-    with pytest.raises(HandOverFailed, match=key) as refused:
-        read(BOTH_AT_ONCE | {key: wrong}, may_rendezvous=True)
-    assert refused.value.cause is FailureCause.PARAMETERS
+@pytest.mark.parametrize("changed", WRONG_NAMES, ids=plain_id)
+def test_a_name_that_is_none_is_malformed_and_named(changed: dict[str, Any]) -> None:
+    with pytest.raises(Malformed, match=next(iter(changed))):
+        name_of(changed, "x")
 
 
 def test_a_request_whose_own_id_nobody_can_send_is_refused() -> None:
@@ -287,36 +300,6 @@ def test_what_supported_servers_say_is_read_from_json(params: dict[str, Any]) ->
     found = read(json.loads(json.dumps(params)), may_rendezvous=True)
     assert found.prefill.port == params["remote_port"]
     assert (found.manifest == MANIFEST) is (MANIFEST_KEY in params)
-
-
-WRONG_FIELDS = each(
-    do_remote_prefill=[1],
-    do_remote_decode=["true"],
-    transfer_id=[7, ""],
-    transfer_mode=["staged"],
-    remote_engine_id=[[]],
-    remote_host=[""],
-    remote_port=[70_000],
-    tp_size=[0],
-    pp_size=["1"],
-    dcp_size=[-1],
-    remote_request_id=[{}],
-    remote_block_ids=["x", [[-1]], [[1, "2"]]],
-    remote_num_tokens=[-1],
-    remote_blocks_expiry_time=["soon"],
-    **{MANIFEST_KEY: [{"protocol": PROTOCOL}]},
-)
-
-
-@pytest.mark.parametrize("changed", WRONG_FIELDS, ids=str)
-def test_a_field_that_cannot_be_used_is_named(changed: dict[str, Any]) -> None:
-    """On decode and, but for the roles, on prefill."""
-    (field,) = changed
-    with pytest.raises(HandOverFailed, match=field):
-        read(ANSWER | changed)
-    if not field.startswith("do_"):
-        with pytest.raises(HandOverFailed, match=field):
-            read_offer({"do_remote_decode": True, **changed}, "cmpl-x")
 
 
 def test_what_nobody_knows_passes_whatever_it_is() -> None:

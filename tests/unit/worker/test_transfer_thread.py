@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""worker/transfer_thread.py: order, containment of exceptions, time until the next turn. Mostly without a thread."""
+"""worker/{transfer_thread,outcomes}.py: order, containment, time until the next turn. Mostly without a thread."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.clocks import ManualClock
 from support.codecs import plain_id
 from support.engine_fakes import grown
 from support.internals import receiver_of, registry_of
@@ -19,7 +20,7 @@ from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.ids import DecodeRequestId, EngineId, PrefillRequestId
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.transport.agent import TransportError
-from kvcached_nixl.wire.causes import FailureCause, RevocationCause
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.messages import PREFIX, Message, Peer, Reading, Release, Stopped, encode, heartbeats
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.step import (
@@ -36,6 +37,7 @@ from kvcached_nixl.wire.step import (
 from kvcached_nixl.worker import transfer_thread as thread
 from kvcached_nixl.worker.decode.receiver import Receiver
 from kvcached_nixl.worker.facade import Device, assemble
+from kvcached_nixl.worker.outcomes import TELL_AGAIN_SECONDS, OutcomeQueue
 from kvcached_nixl.worker.prefill.offers import OfferMatcher
 from kvcached_nixl.worker.prefill.registry import OfferRegistry
 from kvcached_nixl.worker.prefill.writer import Writer
@@ -417,3 +419,30 @@ def test_a_writer_that_says_nothing_does_not_keep_the_thread_awake(push: Worker)
         push.clock.advance(5.0)
         push.thread.turn()
     assert push.thread.turn() == IDLE_POLL_SECONDS
+
+
+# ---------------------------------------------------------------------------------------------- what the engine is told
+
+
+def test_the_engine_is_told_at_once_and_again_until_it_looks() -> None:
+    """A wake-up may get lost, and memory would stay held until the next request."""
+    clock = ManualClock()
+    outcomes = OutcomeQueue(clock)
+    assert not outcomes.take_news()
+    for report in (
+        lambda: outcomes.finished(wanted(1)),
+        lambda: outcomes.failed(wanted(1), HandOverFailed(FailureCause.LOST, "")),
+        lambda: outcomes.done(P1),
+        lambda: outcomes.hold_idle(4),
+        lambda: outcomes.spared(3),
+        lambda: outcomes.claimed(7),
+    ):
+        report()
+        assert outcomes.take_news()
+        report()
+        assert not outcomes.take_news(), "one word for what it takes at once"
+        clock.advance(TELL_AGAIN_SECONDS)
+        assert outcomes.take_news()
+        outcomes.take()
+        clock.advance(TELL_AGAIN_SECONDS)
+        assert not outcomes.take_news()

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.engine_fakes import grown
-from support.internals import leftovers, matcher_of, tokens_of, writer_of
+from support.internals import leftovers, matcher_of, tokens_of
 from support.worker_fakes import (
     BLOCK_SIZE,
     DIGEST,
@@ -108,7 +108,7 @@ class Prefill(Local):
 
     def is_clean(self) -> bool:
         """Whether no offer, registration, deadline, transfer or slot is left. Finished offers' names are remembered."""
-        writer, matcher = writer_of(self.registry), matcher_of(self.registry)
+        writer, matcher = self.registry.writer, matcher_of(self.registry)
         left = [
             *leftovers(self.registry, writer),
             *leftovers(matcher, but=("_recent",)),
