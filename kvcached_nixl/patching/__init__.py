@@ -222,8 +222,7 @@ class Registry:
         with self._lock:
             if entry.state is not PatchState.PENDING or not self._active:
                 return
-            may_lack = f"not there: {patch.target}" if patch.when_absent == "skip" else None
-            if entry.skip(self._judge(patch) or may_lack):
+            if entry.skip(self._judge(patch)):
                 return
             entry.refuse(
                 ContractChanged(
