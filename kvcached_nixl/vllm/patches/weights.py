@@ -209,7 +209,8 @@ def add_lora(call: Call) -> Any:
     except BaseException:
         # At least one worker may still compute with the earlier adapter.
         for side in bound_sides(call.instance.scheduler):
-            side.read.doubt(request.lora_int_id)
+            number = request.lora_int_id
+            side.read.adapters.doubt(number, f"the adapter with lora_int_id {number} could not be loaded")
         raise
     for side in bound_sides(call.instance.scheduler) if request.load_inplace else ():
         side.read.adapters.loaded(request.lora_int_id)
