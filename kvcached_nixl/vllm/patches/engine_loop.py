@@ -30,7 +30,7 @@ from kvcached_nixl.vllm.adapter.attributes import CORE, connectors, core_of, pri
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
 from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
-from kvcached_nixl.vllm.patches.answering import let_look_up
+from kvcached_nixl.vllm.patches.arrival import let_look_up
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.step_output import STOOD_STILL, has_reports
 from kvcached_nixl.vllm.patches.tier import tier_of
