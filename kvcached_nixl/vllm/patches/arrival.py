@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.vllm.adapter.attributes import OWNER, core_of, optional, private
+from kvcached_nixl.vllm.adapter.attributes import OWNER, has_loop, optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import hold
 from kvcached_nixl.vllm.adapter.requests import WHOLE_BECAUSE, ends_in_media, hash_embeddings, is_stand_in
@@ -48,7 +48,10 @@ def add_request(call: Call) -> None:
     """Without it, the lease of a request that waits to be allocated would end, and prefill would reuse its blocks.
     Until every supported vLLM tells the connector of a request's arrival, and of the scheduler."""
     request = call.argument("request")
-    drop_unless_mapping(request)
+    if not isinstance(private(request, "kv_transfer_params"), Mapping):
+        # From 0.32 on vLLM's scheduler reads them unchecked, and an error there ends the engine. vLLM's own API server
+        # fails at such a request before, from 0.31 on; other clients of an engine may not.
+        request.kv_transfer_params = None
     arrival = arrival_of(call.instance, request)
     found = list(bound_sides(call.instance))
     for side in found:
@@ -65,16 +68,6 @@ def add_request(call: Call) -> None:
     call.proceed()
     if is_held:
         hold(call.instance, request)
-
-
-def drop_unless_mapping(request: Any) -> None:
-    """Take ``kv_transfer_params`` that are no mapping from a request.
-
-    From 0.32 on vLLM's scheduler reads them unchecked, and an error there ends the engine. vLLM's own API server reads
-    them first, so that such a request fails there from 0.31 on; other clients of an engine may not.
-    """
-    if not isinstance(private(request, "kv_transfer_params"), Mapping):
-        request.kv_transfer_params = None
 
 
 class Arrival(Enum):
@@ -110,7 +103,7 @@ def preprocess_add_request(call: Call) -> Any:
         # engine runs, holds or has in a session. vLLM would confuse the two, abort the other one, or end the engine.
         request.request_id = f"kvcached-nixl-rejected-{secrets.token_hex(16)}"
     vars(call.instance.scheduler)[OWNER] = call.instance
-    if core_of(call.instance.scheduler) is None:
+    if not has_loop(call.instance):
         # An engine in its client's own process has no loop that repeats a look at weights.
         identify_if_due(call.instance)
     drop_unknown_stops(request, call.instance.vllm_config.model_config.get_vocab_size())
