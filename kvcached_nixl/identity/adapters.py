@@ -112,16 +112,16 @@ class Adapters:
         """Whether all workers have loaded the files at ``path``, so that ``load_inplace`` is not needed."""
         return number in self._loaded and self.content(number, path) is not None
 
-    def forget(self, number: int) -> None:
-        """The adapter is about to be loaded again, or was removed."""
-        self._known.pop(number, None)
-        self._doubted.discard(number)
-        self._loaded.discard(number)
-        self._seen_since.add(number)
-
-    def forget_all(self) -> None:
-        """Any adapter may have been loaded and its files replaced since: all are unknown until loaded again."""
-        self._known.clear()
-        self._loaded.clear()
-        self._seen_since.clear()
-        self._are_seen = False
+    def forget(self, number: int | None) -> None:
+        """The adapter is about to be loaded again, or was removed. None: any may have been loaded, and its files
+        replaced: all are unknown until loaded again."""
+        if number is None:
+            self._known.clear()
+            self._loaded.clear()
+            self._seen_since.clear()
+            self._are_seen = False
+        else:
+            self._known.pop(number, None)
+            self._doubted.discard(number)
+            self._loaded.discard(number)
+            self._seen_since.add(number)

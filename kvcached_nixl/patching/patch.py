@@ -133,7 +133,6 @@ class Patch:
             refused before anything is wrapped.
         versions: specifier of the patched library's; empty for every supported one.
         when_unsupported: apply even if the library's version is not supported. For the gate, which raises the refusal.
-        when_absent: whether to refuse or to skip if the target does not exist.
         prepare: runs before the contract is checked; returns notes for the report, may raise `Refused`.
         why: what would go wrong without it; "" where Python leaves docstrings out (``-OO``).
         wrapper: runs in place of the attribute, and decides whether to call the original.
@@ -146,7 +145,6 @@ class Patch:
     kind: Kind = "method"
     versions: str = ""
     when_unsupported: bool = False
-    when_absent: Literal["refuse", "skip"] = "refuse"
     prepare: Callable[[], tuple[str, ...]] | None = field(default=None, compare=False)
     why: str = ""
     wrapper: Callable[[Call], Any] = Call.proceed

@@ -80,7 +80,7 @@ class Revocations:
 
     def adapters_changed(self, adapter: int | None = None) -> None:
         """A LoRA adapter was loaded under a number that was in use, or was removed; None: any adapter may have been."""
-        self._engine.stock.reader.forget(adapter)
+        self._engine.stock.reader.adapters.forget(adapter)
         self.weights_changed(adapter or ANY_ADAPTER)
 
     def paused(self, *, grace_seconds: float, clears: bool) -> None:

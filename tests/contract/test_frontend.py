@@ -24,7 +24,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from kvcached_nixl.patching import Call, Registry
 from kvcached_nixl.vllm.patches import admission, frontend, leaving, patches_in
-from kvcached_nixl.vllm.patches.admission import ARRIVED, Arrived, Role
+from kvcached_nixl.vllm.patches.admission import ARRIVED, Arrived, RefusableAnswer, Role
 
 
 @pytest.fixture(autouse=True)
@@ -57,16 +57,15 @@ def give(
     request: EngineCoreRequest,
     queue: RequestOutputCollector,
     parent: ParentRequest | None = None,
-    path: str = "",
+    arrived: Arrived | None = None,
 ) -> None:
-    """As vLLM's client of the engine does, for an HTTP request to that path, or for none."""
+    """As vLLM's client of the engine does, for that HTTP request, or for none."""
     client: Any = object.__new__(AsyncLLM)
     vars(client).update(output_processor=processor, engine_core=Core(), log_requests=False)
     client.check_admission = lambda **_: None
 
     async def in_its_task() -> None:
-        if path:
-            ARRIVED.set(Arrived(path, Role.BOTH))
+        ARRIVED.set(arrived)
         await client._add_request(request, None, parent, 0, queue)
 
     asyncio.run(in_its_task())
@@ -79,12 +78,13 @@ def left_for_the_client(
     stop_reason: str | None = None,
     of: OutputProcessor | None = None,
     path: str = "",
+    arrived: Arrived | None = None,
     **more: Any,
 ) -> Any:
     """What is in the queue of a request of that kind after these tokens, one a step, and an end for that reason."""
     processor = of or OutputProcessor(None, log_stats=False)
     queue = RequestOutputCollector(kind, "inner")
-    give(processor, request_of(kind, **more), queue, path=path)
+    give(processor, request_of(kind, **more), queue, arrived=Arrived(path, Role.BOTH) if path else arrived)
     for token_id in token_ids:
         processor.process_outputs([EngineCoreOutput("inner", [token_id])])
     processor.process_outputs([EngineCoreOutput("inner", [], finish_reason=reason, stop_reason=stop_reason)])
@@ -94,7 +94,7 @@ def left_for_the_client(
 
 def is_failure(left: object) -> bool:
     """What `AsyncLLM.generate` raises from it is the error that vLLM's endpoints answer with 500."""
-    return isinstance(left, InputStreamError) and isinstance(left.cause, frontend.generation_error())
+    return isinstance(left, InputStreamError) and isinstance(left.cause, admission.generation_error())
 
 
 @pytest.mark.parametrize("token_ids", [(), (4, 5)])
@@ -133,6 +133,43 @@ def test_what_an_engine_aborts_where_the_client_would_not_see_it_is_an_error(
     leaving.shut_down.wrapper(Call(lambda timeout: None, client, (0.0,), {}))
     left = left_for_the_client(kind, FinishReason.ABORT, *token_ids, of=processor)
     assert is_failure(left) and "aborted" in str(left.cause), "the server is being shut down"
+
+
+REFUSAL = "KV hand-over failed: cause=queue_timeout retry_after=7 request=inner"
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "body", "expected"),
+    [
+        (REFUSAL, 503, b'{"error": "vLLM\'s"}', (503, "7", "vLLM's")),
+        (REFUSAL, 200, b'data: {"error": 1}\n\n', (503, "7", REFUSAL)),
+        (REFUSAL, 200, b'data: {"choices": "KV hand-over failed: cause=queue_timeout"}', (200, "", "choices")),
+        (REFUSAL.replace(" retry_after=7", ""), 200, b'data: {"error": 1}\n\n', (200, "", "error")),
+        (REFUSAL.replace("queue_timeout", "lease"), 500, b'{"error": "vLLM\'s"}', (500, "", "vLLM's")),
+    ],
+)
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_whoever_is_refused_because_it_has_waited_is_told_when_to_try_again(
+    kind: RequestOutputKind, said: str, status: int, body: bytes, expected: tuple[int, str, str]
+) -> None:
+    """With 503 also where vLLM begins a stream with an error. What a model or a client writes is no refusal."""
+    arrived, sent = Arrived("/v1/completions", Role.BOTH), list[Any]()
+    left = left_for_the_client(kind, FinishReason.ERROR, stop_reason=said, arrived=arrived)
+    assert getattr(left.cause, "status_code", 500) == (503 if "queue_timeout" in said else 500)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        answer = RefusableAnswer({"type": "http", "method": "POST"}, None, send, arrived, holds=True)
+        await answer({"type": "http.response.start", "status": status, "headers": []})
+        await answer({"type": "http.response.body", "body": body, "more_body": status < 500})
+
+    asyncio.run(run())
+    start, answered = sent
+    headers = {name.lower(): value for name, value in start["headers"]}
+    assert (start["status"], headers.get(b"retry-after", b"").decode()) == expected[:2]
+    assert expected[2].encode() in answered["body"]
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))

@@ -150,6 +150,7 @@ def test_what_peers_may_fetch_is_looked_at_before_the_call_returns(monkeypatch: 
 
 def test_a_call_that_fails_may_have_changed_weights_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, is_idle=True)
+    engine.side.are_fetchable = True
     called = engine.core.model_executor.collective_rpc
 
     def fail(method: Any, *rest: Any, **named: Any) -> list[None]:

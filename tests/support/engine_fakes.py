@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from kvcached_nixl.deadlines import Clock
@@ -70,8 +71,7 @@ class Reads:
     """Stands in for the reader of vLLM's requests: returns each request unchanged."""
 
     def __init__(self) -> None:
-        self.forgotten: list[int | None] = []
-        self.doubted: list[int] = []
+        self.adapters = SimpleNamespace(forget=lambda number: None)
 
     def __call__(self, request: Any) -> Any:
         return request
@@ -81,18 +81,6 @@ class Reads:
 
     def adapter_arrives(self, lora_request: Any) -> None:
         """No adapter is known."""
-
-    def loaded(self, adapter: int) -> None:
-        """No adapter is known."""
-
-    def is_loaded(self, lora_request: Any) -> bool:
-        return False
-
-    def doubt(self, adapter: int) -> None:
-        self.doubted.append(adapter)
-
-    def forget(self, adapter: int | None) -> None:
-        self.forgotten.append(adapter)
 
 
 class Pool:

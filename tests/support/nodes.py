@@ -46,7 +46,7 @@ from kvcached_nixl.patching import Registry
 from kvcached_nixl.transport import listener
 from kvcached_nixl.vllm.adapter.attributes import connectors, side_of
 from kvcached_nixl.vllm.adapter.versions import LOADS_BEHIND, installed_has
-from kvcached_nixl.vllm.patches.answering import let_look_up
+from kvcached_nixl.vllm.patches.arrival import let_look_up
 from kvcached_nixl.vllm.patches.factory import is_nixl
 from support.attention_engines import ERAS, engine_of, vllm_log_to
 from support.internals import attempts_of, context_of, leases_of, matcher_of, receiver_of, registry_of, report_of

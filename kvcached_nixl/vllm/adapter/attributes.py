@@ -54,7 +54,6 @@ ADDRESS = "_kvcached_nixl_address"
 STEP = "kvcached_nixl_step"
 """Of the connector metadata that vLLM sends to every worker: our `Step`."""
 _REPORT = "kvcached_nixl_report"
-CORE = "_kvcached_nixl_core"
 OWNER = "_kvcached_nixl_owner"
 """Of a scheduler: vLLM's engine core around it."""
 
@@ -132,9 +131,9 @@ def owner_of(engine_scheduler: Any) -> Any:
     return vars(engine_scheduler).get(OWNER)
 
 
-def core_of(engine_scheduler: Any) -> Any:
-    """The engine core around a scheduler; None if there is no core process (an engine in its client's own process)."""
-    return vars(engine_scheduler).get(CORE)
+def has_loop(core: Any) -> bool:
+    """Whether an engine core has a process of its own, whose loop takes requests from a queue."""
+    return "input_queue" in vars(core)
 
 
 # ------------------------------------------------------------------------------------------------------------ this host

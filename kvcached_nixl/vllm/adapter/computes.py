@@ -1,19 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bytes of KV follow from besides weights, configuration and vLLM's version: choices that a model's modules
-made when they were built, and Python code that is not vLLM's."""
+"""What a model computes with, besides configuration and vLLM's version: every tensor that it holds, wherever it is;
+choices that its modules made when they were built; and Python code that is not vLLM's."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from kvcached_nixl.identity.memory import Reading
 from kvcached_nixl.vllm.adapter.attributes import optional
 from kvcached_nixl.vllm.adapter.versions import found_version
+
+_LORA = "vllm.lora."
+_OTHERS = (
+    "torch.",
+    "vllm.config",
+    "vllm.distributed",
+    "vllm.compilation",
+    "vllm.v1.worker",
+    "vllm.v1.core",
+    "transformers.",
+    "kvcached",
+    "logging",
+    "threading",
+    _LORA,
+)
+"""Objects of these modules are no part of a model. Adapters are compared by their files."""
+_CHOSEN = frozenset({"topk_indices_buffer", "_topk_indices_buffer", "candidate_block_buffer", "candidate_blocks"})
+_NO_WEIGHTS = frozenset({"kv_cache", "cpu_linear"}) | _CHOSEN
+"""Attributes that hold the KV cache, the address of what `read_by_kernel` reads, and which tokens sparse attention has
+chosen (``layers/sparse_attn_indexer.py``), which a step without a request does not write unless graphs are captured.
+"""
+_ATOMS = frozenset({str, bytes, int, float, bool, type, types.ModuleType})
+_OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
+_ROWS = 256
+
+
+class Held(NamedTuple):
+    """A tensor. ``is_parameter``: only loading and updates write it; computing may write others (scratch memory)."""
+
+    tensor: torch.Tensor
+    is_parameter: bool
+
+
+def held_by(model: torch.nn.Module) -> dict[str, Held]:
+    """Every tensor that a model computes with: parameters, buffers, and what its modules and the objects that they hold
+    (a quantization method, a kernel, a closure) keep as plain attributes. Each once, by the first path to it; of an
+    adapted layer, by the path without the adapter.
+
+    vLLM's kernels delete parameters and keep what they made of them where ``named_parameters`` does not look: experts
+    of gpt-oss (``quantization/mxfp4.py``: tensors in a ``PrecisionConfig``), latents' projections (``W_UK_T``), ...
+    """
+    found = {_named(name): Held(one, True) for name, one in model.named_parameters()}
+    found |= {_named(name): Held(one, False) for name, one in model.named_buffers()}
+    known = {id(one.tensor) for one in found.values()}
+    others = ((path, one) for path, one in _objects_of(model) if isinstance(one, torch.Tensor) and id(one) not in known)
+    return found | {path: Held(one, False) for path, one in others}
+
+
+def _objects_of(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the modules of a model keep as plain attributes, and what that holds, each once, by the first path to it."""
+    seen = {id(module) for module in model.modules()}
+    # Paths with the objects that are there, the next one last.
+    waiting = [
+        (f"{_named(name)}.{key}".lstrip("."), value)
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith(_LORA)
+        for key, value in vars(module).items()
+        if key not in _OF_TORCH and key not in _NO_WEIGHTS
+    ]
+    waiting.reverse()
+    while waiting:
+        path, value = waiting.pop()
+        if value is None or type(value) in _ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        try:
+            if not isinstance(value, torch.Tensor):
+                waiting += [(f"{path}.{key}", one) for key, one in _parts(value)]
+        except ReferenceError:
+            # A weak proxy of what has gone.
+            continue
+        yield path, value
+
+
+def _named(name: str) -> str:
+    return name.replace(".base_layer", "")
+
+
+def _parts(value: Any) -> Iterator[tuple[object, Any]]:
+    """What an object that is no tensor holds, by name."""
+    if isinstance(value, Mapping):
+        # Any other key shows an address, which differs between two processes.
+        yield from ((key if isinstance(key, (str, int)) else at, one) for at, (key, one) in enumerate(value.items()))
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        yield from enumerate(value)
+    elif isinstance(value, functools.partial):
+        yield from enumerate((value.func, *value.args, value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from (("self", value.__self__), ("function", value.__func__))
+    elif isinstance(value, types.FunctionType):
+        if not (value.__module__ or "").startswith(_OTHERS):
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            yield from ((name, cell.cell_contents) for name, cell in cells if cell != types.CellType())
+            yield from enumerate(value.__defaults__ or ())
+    elif isinstance(value, torch.nn.Module) or not f"{type(value).__module__}.".startswith(_OTHERS):
+        slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+        held = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
+        yield from ((key, one) for key, one in held.items() if key not in _NO_WEIGHTS)
+
+
+def read_by_kernel(model: torch.nn.Module, vanished: Reading) -> Iterator[tuple[str, torch.Tensor]]:
+    """Linear weights that vLLM's CPU kernels keep in memory of their own (``dispatch_cpu_unquantized_gemm``), through
+    these kernels: a matrix with ones on its diagonal times a weight is that weight, to the bit.
+
+    Args:
+        vanished: as loaded, of weights that are not in sight.
+    """
+    for path, module in model.named_modules():
+        name, multiply = f"{_named(path)}.weight", vars(module).get("cpu_linear")
+        if multiply is None or name not in vanished or len(vanished[name].shape) != 2:
+            continue
+        rows, columns = vanished[name].shape
+        weight = torch.empty(columns, rows, dtype=vanished[name].dtype)
+        for begin in range(0, columns, _ROWS):
+            ones = torch.zeros(min(_ROWS, columns - begin), columns, dtype=weight.dtype)
+            ones.diagonal(begin).fill_(1)
+            weight[begin : begin + _ROWS] = multiply(ones, module.weight, None)
+        yield name, weight
+
+
+# ------------------------------------------------------------------------------------------------- its choices and code
 
 _VLLMS = frozenset({"vllm", "torch", *sys.stdlib_module_names})
 """Packages whose code is the same where vLLM is."""
@@ -21,7 +147,12 @@ _BY_VERSION = frozenset({"transformers"})
 _EXTENDED = ("vllm.", "torch.nn.")
 
 
-def choices(model: Any) -> Iterator[str]:
+def code_and_choices(model: torch.nn.Module) -> frozenset[str]:
+    kinds = {type(one) for one in (*model.modules(), *(one for _, one in _objects_of(model)))}
+    return frozenset({*_own_code(kinds), *_choices(model)})
+
+
+def _choices(model: Any) -> Iterator[str]:
     """What modules have chosen by the longest prompt that the engine allows: rotary angles (longrope, dynamic), and
     Llama 4's temperature tuning."""
     for module in model.modules():
@@ -34,7 +165,7 @@ def choices(model: Any) -> Iterator[str]:
             yield f"angles of {module.max_position_embeddings} positions, trained with {trained}"
 
 
-def own_code(kinds: Iterable[type]) -> Iterator[str]:
+def _own_code(kinds: Iterable[type]) -> Iterator[str]:
     """Checksums of the Python code that computes and is not vLLM's: a model's own, or a plugin's. ``kinds``: of what
     the model consists of. Those count that extend a module of torch, or a class of vLLM (a quantization method)."""
     waiting: set[str] = set()

@@ -92,21 +92,10 @@ class RequestReader:
         """Whether the workers have loaded what its files hold, so that its requests need not load it again."""
         return self.adapters.is_loaded(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
-    def doubt(self, adapter: int) -> None:
-        """It could not be loaded on at least one worker, so what the workers compute with is not known."""
-        self.adapters.doubt(adapter, f"the adapter with lora_int_id {adapter} could not be loaded")
-
     def take_renamed(self) -> set[str]:
         """Names that got another adapter since the last call. vLLM's prefix cache uses the names as keys."""
         found, self._renamed = self._renamed, set()
         return found
-
-    def forget(self, adapter: int | None) -> None:
-        """A LoRA adapter was loaded again or removed. None: any adapter may have been, and it is not known which."""
-        if adapter is None:
-            self.adapters.forget_all()
-        else:
-            self.adapters.forget(adapter)
 
     def _content(self, lora_request: Any) -> str | None:
         return self.adapters.content(int(lora_request.lora_int_id), str(lora_request.lora_path))

@@ -96,11 +96,13 @@ class Arrived:
         path: of its URL.
         role: that the server had when it came; `Role.BOTH` where it cannot change.
         is_for: `Role.PREFILL` or `Role.DECODE`; None until its first prompt is given to the engine.
+        engine_said: of a prompt of it that its engine has refused (`REFUSED`); "" if it has refused none.
     """
 
     path: str
     role: Role
     is_for: Role | None = None
+    engine_said: str = ""
 
     @property
     def says_abort(self) -> bool:
@@ -274,27 +276,21 @@ def add_request(call: Call) -> Any:
 
 
 async def _refuse_prompt(call: Call, told: str) -> None:
-    from vllm.v1.engine.async_llm import InputStreamError
-
     prompt = call.argument("prompt")
     if isinstance(prompt, Mapping) and "mm_kwargs" in prompt:
         # The API server believes that its engine has these images, sounds, ... from now on, and would not send them
         # with the next request: that one would fail.
         queue = await call.proceed()
         await call.instance.abort(queue.request_id, internal=True)
-    error = generation_error()(told)
-    error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
-    raise InputStreamError(error)
+    raise failure(told, is_refused=True)
 
 
 # ----------------------------------------------------------------------------------------- what an engine has refused
 
 REFUSED = f"{FAILED}cause={FailureCause.QUEUE_TIMEOUT.label} "
 """How it begins what an engine says of a request that it has refused."""
-_TOLD = re.compile(rf'{REFUSED}retry_after=(\d+)[^"]*'.encode())
+_RETRY_AFTER = re.compile(r"retry_after=(\d+)")
 _STREAMED = b'data: {"error"'
-_LOOKED_AT = 500
-"""Bytes of an answer in which an error's message begins."""
 
 
 def generation_error() -> Any:
@@ -305,6 +301,19 @@ def generation_error() -> Any:
         # Below vLLM 0.29.
         from vllm.entrypoints.openai.engine.protocol import GenerationError
     return GenerationError
+
+
+def failure(told: str, *, is_refused: bool) -> Exception:
+    """What vLLM raises in the endpoint of a request that has failed: that error, with the text that its client is told
+    if there is one; answered with 503 instead of 500 if the server has refused it."""
+    from vllm.v1.engine.async_llm import InputStreamError
+
+    kind = generation_error()
+    error = kind(told) if told else kind()
+    if is_refused:
+        error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    failed: Exception = InputStreamError(error)
+    return failed
 
 
 def _may_refuse(client: Any) -> bool:
@@ -336,14 +345,14 @@ class RefusableAnswer:
             self._held = [*held, message]
             return
         if held:
-            start = held[0]
-            body = bytes(message.get("body", b"")[:_LOOKED_AT])
-            told = _TOLD.search(body) if start["status"] >= 500 or body.startswith(_STREAMED) else None
+            start, begins = held[0], bytes(message.get("body", b"")[: len(_STREAMED)])
+            is_error = start["status"] >= 500 or begins == _STREAMED
+            told = _RETRY_AFTER.search(self._arrived.engine_said) if is_error else None
             if told is not None and start["status"] < 500:
-                await self._refuse(told[0].decode(), told[1].decode())
+                await self._refuse(self._arrived.engine_said, told[1])
                 return
             if told is not None:
-                held[0] = {**start, "headers": [*start.get("headers", ()), (b"retry-after", told[1])]}
+                held[0] = {**start, "headers": [*start.get("headers", ()), (b"retry-after", told[1].encode())]}
         for one in (*held, message):
             await self._send(one)
 

@@ -6,30 +6,21 @@ cached, and the KV of that, if it is enough: then decode computes the rest itsel
 They are routes below ``/v1``, which vLLM's ``AuthenticationMiddleware`` guards. vLLM's own handlers answer what is
 raised here: 400 for a ValueError.
 
-For a look-up the API server calls its engine as for other things that are no requests: a request would be counted, be
-limited as those of clients (``--max-num-queued-tokens``), and set the ranks of data parallelism going. What takes time
-runs on a thread of its own, so that no step waits for it. Blocks are kept between two steps.
-
-Runs in: the API server's process; the engine's (`let_look_up`).
+Runs in: the API server's process.
 Sources: ``entrypoints/serve/middleware/authenticate.py``, ``entrypoints/scale_out/token_in_token_out/serving.py``,
-``v1/engine/core.py`` (``_invoke_utility_method``), ``v1/core/kv_cache_coordinator.py``.
+``v1/engine/core_client.py`` (``_call_utility_async``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
-import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.patching import Call, Patch
@@ -38,7 +29,7 @@ from kvcached_nixl.vllm.adapter.asked_prompts import engine_prompt
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import API_ROUTES
 from kvcached_nixl.vllm.patches.admission import ARRIVED, ROLES, Role, Roles, drop_rest
-from kvcached_nixl.vllm.patches.engine_blocks import blocks_of, bound_sides
+from kvcached_nixl.vllm.patches.arrival import LOOK_UP
 from kvcached_nixl.wire.params import params_to_prefill
 from kvcached_nixl.wire.question import (
     ASKED_PATH,
@@ -173,8 +164,6 @@ def _error(status: HTTPStatus, reason: str) -> Exception:
 
 # -------------------------------------------------------------------------------------------------- what is cached here
 
-_METHOD = "kvcached_nixl_look_up"
-
 
 async def _looked_up(body: bytearray, request: Any) -> Any:
     """The endpoint's answer.
@@ -203,7 +192,7 @@ async def _looked_up(body: bytearray, request: Any) -> Any:
     least_tokens, most_seconds = _wanted(request.query_params)
     # With data parallelism vLLM would call all ranks, and answer what the first one says: the others would keep theirs.
     call, first = private(engine, "_call_utility_async"), private(engine, "core_engine")
-    params = await call(_METHOD, asked.token_ids, *named, least_tokens, most_seconds, engine=first)
+    params = await call(LOOK_UP, asked.token_ids, *named, least_tokens, most_seconds, engine=first)
     return JSONResponse({"kv_transfer_params": params})
 
 
@@ -215,89 +204,6 @@ def _wanted(query: Mapping[str, str]) -> tuple[int, float]:
             f"found {least_tokens} tokens within {most_seconds} s; expected 0 to {2**31 - 1}, and 0 s or more"
         )
     return least_tokens, most_seconds
-
-
-def let_look_up(core: Any) -> None:
-    """Lets API servers call for it. Idempotent."""
-    if _METHOD not in vars(core):
-        setattr(core, _METHOD, _LookUps(core).begin)
-
-
-class _LookUps:
-    """Those of one engine."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-        self._looker = ThreadPoolExecutor(1, "kvcached_nixl-look-up")
-
-    def begin(
-        self, token_ids: bytes, request_id: str, adapter: Any, salt: str, least_tokens: int, most_seconds: float
-    ) -> Future[dict[str, Any]]:
-        """What an API server calls.
-
-        Args:
-            adapter: vLLM's ``LoRARequest`` as it was sent, or None.
-            least_tokens: if so many are cached, their KV is wanted; 0 if only their number is.
-            most_seconds: how long the peer waits for the answer. Half of that is left for the step before it.
-        """
-        answer: Future[dict[str, Any]] = Future()
-        begun = time.monotonic(), most_seconds
-        self._looker.submit(self._look_up, answer, least_tokens, *begun, token_ids, request_id, adapter, salt)
-        return answer
-
-    def _look_up(
-        self,
-        answer: Future[dict[str, Any]],
-        least_tokens: int,
-        begun_seconds: float,
-        most_seconds: float,
-        *of_request: Any,
-    ) -> None:
-        try:
-            blocks, (side, *_) = blocks_of(self._core.scheduler), bound_sides(self._core.scheduler)
-            # Others wait for this thread.
-            has_left = 0 < most_seconds < time.monotonic() - begun_seconds
-            # While the engine is paused, what is cached is of no use to others.
-            if has_left or not (blocks.caches_prefixes and blocks.admits):
-                answer.set_result(side.look_up(0))
-                return
-            request = self._request(*of_request)
-            num_tokens = blocks.num_cached_tokens_of(request)
-            if 0 < least_tokens <= num_tokens:
-                until_seconds = begun_seconds + most_seconds / 2
-                side.call_soon(functools.partial(self._offer, answer, until_seconds, request, num_tokens))
-            else:
-                answer.set_result(side.look_up(num_tokens))
-        except Exception as error:  # noqa: BLE001 - the API server gets it
-            answer.set_exception(error)
-
-    def _offer(self, answer: Future[dict[str, Any]], until_seconds: float, request: Any, num_tokens: int) -> None:
-        """On the engine's thread, between two steps: keep what is cached, if the peer still waits for it."""
-        blocks, (side, *_) = blocks_of(self._core.scheduler), bound_sides(self._core.scheduler)
-        # As for a request: its blocks are cached under the name of its adapter, which may be another one's by now.
-        side.read.adapter_arrives(request.lora_request)
-        side.outdate_renamed()
-        if blocks.admits and side.offers_cached and time.monotonic() < until_seconds:
-            num_tokens, block_ids = blocks.keep_cached(request)
-            if side.offer_cached(side.read(request), num_tokens, block_ids, answer.set_result):
-                return
-            blocks.drop(request)
-        answer.set_result(side.look_up(num_tokens))
-
-    def _request(self, token_ids: bytes, request_id: str, adapter: Any, salt: str) -> Any:
-        from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
-
-        return Request(
-            f"{_METHOD}-{request_id}-{secrets.token_hex(4)}",
-            np.frombuffer(token_ids, "<u4").tolist(),
-            SamplingParams(max_tokens=1),
-            None,
-            lora_request=None if adapter is None else msgspec.convert(adapter, LoRARequest),
-            cache_salt=salt or None,
-            block_hasher=private(self._core, "request_block_hasher"),
-        )
 
 
 # ------------------------------------------------------------------------------------------------- the role of a server

@@ -1,33 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What enters vLLM's engine: requests, stand-ins for rejected ones, and more input of sessions.
+"""What enters vLLM's engine: requests, stand-ins for rejected ones, more input of sessions, and look-ups.
 
 Of a model with layers that keep a state, a prompt that is to be handed over arrives without its last token: a state
 cannot be taken back by a token, and decode has to compute the last token of a prompt to get a first answer. The token
 that prefill samples behind the shortened prompt is dropped.
 
+A look-up says how much of a prompt the engine has cached, and may have that kept for a peer. An API server calls its
+engine for it as for other things that are no requests: a request would be counted, be limited as those of clients
+(``--max-num-queued-tokens``), and set the ranks of data parallelism going. What takes time runs on a thread of its own,
+so that no step waits for it. Blocks are kept between two steps.
+
 Runs in: the engine-core process.
 Sources: ``entrypoints/generate/base/serving.py`` (``_with_kv_transfer_rejection_cleanup``), ``v1/engine/core.py``,
 ``Scheduler.add_request``, ``v1/sample/logits_processor/builtin.py``, ``lora/worker_manager.py``,
-``v1/nixl/base_scheduler.py`` (``_truncate_mamba_request_for_prefill``), ``platforms/cpu.py``; vllm#41383, vllm#38027.
+``v1/nixl/base_scheduler.py`` (``_truncate_mamba_request_for_prefill``), ``platforms/cpu.py``,
+``v1/core/kv_cache_coordinator.py``; vllm#41383, vllm#38027.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import secrets
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.vllm.adapter.attributes import OWNER, core_of, optional, private
+from kvcached_nixl.vllm.adapter.attributes import OWNER, has_loop, optional, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import hold
 from kvcached_nixl.vllm.adapter.requests import WHOLE_BECAUSE, ends_in_media, hash_embeddings, is_stand_in
 from kvcached_nixl.vllm.adapter.specs import keeps_of
-from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
+from kvcached_nixl.vllm.patches.engine_blocks import blocks_of, bound_sides
 from kvcached_nixl.vllm.patches.tier import tier_of
 from kvcached_nixl.vllm.patches.weights import identify_if_due
 from kvcached_nixl.wire.manifest import FEWEST_TOKENS, Keeps
@@ -38,7 +48,10 @@ def add_request(call: Call) -> None:
     """Without it, the lease of a request that waits to be allocated would end, and prefill would reuse its blocks.
     Until every supported vLLM tells the connector of a request's arrival, and of the scheduler."""
     request = call.argument("request")
-    drop_unless_mapping(request)
+    if not isinstance(private(request, "kv_transfer_params"), Mapping):
+        # From 0.32 on vLLM's scheduler reads them unchecked, and an error there ends the engine. vLLM's own API server
+        # fails at such a request before, from 0.31 on; other clients of an engine may not.
+        request.kv_transfer_params = None
     arrival = arrival_of(call.instance, request)
     found = list(bound_sides(call.instance))
     for side in found:
@@ -55,16 +68,6 @@ def add_request(call: Call) -> None:
     call.proceed()
     if is_held:
         hold(call.instance, request)
-
-
-def drop_unless_mapping(request: Any) -> None:
-    """Take ``kv_transfer_params`` that are no mapping from a request.
-
-    From 0.32 on vLLM's scheduler reads them unchecked, and an error there ends the engine. vLLM's own API server reads
-    them first, so that such a request fails there from 0.31 on; other clients of an engine may not.
-    """
-    if not isinstance(private(request, "kv_transfer_params"), Mapping):
-        request.kv_transfer_params = None
 
 
 class Arrival(Enum):
@@ -100,7 +103,7 @@ def preprocess_add_request(call: Call) -> Any:
         # engine runs, holds or has in a session. vLLM would confuse the two, abort the other one, or end the engine.
         request.request_id = f"kvcached-nixl-rejected-{secrets.token_hex(16)}"
     vars(call.instance.scheduler)[OWNER] = call.instance
-    if core_of(call.instance.scheduler) is None:
+    if not has_loop(call.instance):
         # An engine in its client's own process has no loop that repeats a look at weights.
         identify_if_due(call.instance)
     drop_unknown_stops(request, call.instance.vllm_config.model_config.get_vocab_size())
@@ -205,3 +208,92 @@ def _obstacle(core_request: Any) -> str:
     if ends_in_media(core_request.mm_features or (), num_tokens):
         return "its last token belongs to an image, a sound, ..."
     return ""
+
+
+# ----------------------------------------------------------------------------------------------------------- look-ups
+
+LOOK_UP = "kvcached_nixl_look_up"
+"""The engine core's method that API servers call (`answering`)."""
+
+
+def let_look_up(core: Any) -> None:
+    """Lets API servers call for it. Idempotent."""
+    if LOOK_UP not in vars(core):
+        setattr(core, LOOK_UP, _LookUps(core).begin)
+
+
+class _LookUps:
+    """Those of one engine."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._looker = ThreadPoolExecutor(1, "kvcached_nixl-look-up")
+
+    def begin(
+        self, token_ids: bytes, request_id: str, adapter: Any, salt: str, least_tokens: int, most_seconds: float
+    ) -> Future[dict[str, Any]]:
+        """What an API server calls.
+
+        Args:
+            adapter: vLLM's ``LoRARequest`` as it was sent, or None.
+            least_tokens: if so many are cached, their KV is wanted; 0 if only their number is.
+            most_seconds: how long the peer waits for the answer. Half of that is left for the step before it.
+        """
+        answer: Future[dict[str, Any]] = Future()
+        begun = time.monotonic(), most_seconds
+        self._looker.submit(self._look_up, answer, least_tokens, *begun, token_ids, request_id, adapter, salt)
+        return answer
+
+    def _look_up(
+        self,
+        answer: Future[dict[str, Any]],
+        least_tokens: int,
+        begun_seconds: float,
+        most_seconds: float,
+        *of_request: Any,
+    ) -> None:
+        try:
+            blocks, (side, *_) = blocks_of(self._core.scheduler), bound_sides(self._core.scheduler)
+            # Others wait for this thread.
+            has_left = 0 < most_seconds < time.monotonic() - begun_seconds
+            # While the engine is paused, what is cached is of no use to others.
+            if has_left or not (blocks.caches_prefixes and blocks.admits):
+                answer.set_result(side.look_up(0))
+                return
+            request = self._request(*of_request)
+            num_tokens = blocks.num_cached_tokens_of(request)
+            if 0 < least_tokens <= num_tokens:
+                until_seconds = begun_seconds + most_seconds / 2
+                side.call_soon(functools.partial(self._offer, answer, until_seconds, request, num_tokens))
+            else:
+                answer.set_result(side.look_up(num_tokens))
+        except Exception as error:  # noqa: BLE001 - the API server gets it
+            answer.set_exception(error)
+
+    def _offer(self, answer: Future[dict[str, Any]], until_seconds: float, request: Any, num_tokens: int) -> None:
+        """On the engine's thread, between two steps: keep what is cached, if the peer still waits for it."""
+        blocks, (side, *_) = blocks_of(self._core.scheduler), bound_sides(self._core.scheduler)
+        # As for a request: its blocks are cached under the name of its adapter, which may be another one's by now.
+        side.read.adapter_arrives(request.lora_request)
+        side.outdate_renamed()
+        if blocks.admits and side.offers_cached and time.monotonic() < until_seconds:
+            num_tokens, block_ids = blocks.keep_cached(request)
+            if side.offer_cached(side.read(request), num_tokens, block_ids, answer.set_result):
+                return
+            blocks.drop(request)
+        answer.set_result(side.look_up(num_tokens))
+
+    def _request(self, token_ids: bytes, request_id: str, adapter: Any, salt: str) -> Any:
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        return Request(
+            f"{LOOK_UP}-{request_id}-{secrets.token_hex(4)}",
+            np.frombuffer(token_ids, "<u4").tolist(),
+            SamplingParams(max_tokens=1),
+            None,
+            lora_request=None if adapter is None else msgspec.convert(adapter, LoRARequest),
+            cache_salt=salt or None,
+            block_hasher=private(self._core, "request_block_hasher"),
+        )

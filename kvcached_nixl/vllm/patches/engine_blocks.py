@@ -399,22 +399,7 @@ class EngineBlocks:
 
     @functools.cached_property
     def _wants(self) -> Wants | None:
-        parallel = private(self._scheduler, "vllm_config").parallel_config
-        # kvcached measures the memory of the first rank's device. Which one another data-parallel rank of this host
-        # uses is decided in its workers (vLLM 0.33).
-        if self._elastic is None or private(parallel, "data_parallel_rank_local"):
-            return None
-        from vllm.platforms import current_platform
-
-        devices = private(parallel, "assigned_physical_gpu_ids")
-        try:
-            # vLLM maps devices where its workers are, which may be other processes.
-            if devices and devices[0] != current_platform.device_id_to_physical_device_id(0):
-                raise LookupError(f"its workers use devices {devices} (--device-ids)")
-            return wants_of(str(current_platform.get_device_uuid(0)))
-        except Exception as error:  # noqa: BLE001 - drivers raise anything, and no engine may end for a hint
-            logger.warning("Engines on one device do not give way to each other: it cannot be identified: %r", error)
-            return None
+        return None if self._elastic is None else wants_of(private(self._scheduler, "vllm_config").parallel_config)
 
 
 def blocks_of(engine_scheduler: Any) -> EngineBlocks:

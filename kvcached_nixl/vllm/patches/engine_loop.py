@@ -26,11 +26,11 @@ from typing import Any
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.scheduler.kept_offers import GRACE_SECONDS
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attributes import CORE, connectors, core_of, private, side_of, sides
+from kvcached_nixl.vllm.adapter.attributes import OWNER, connectors, has_loop, owner_of, private, side_of, sides
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE, ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import queued, startable, wait_for_input, wake_of, wants_blocks
 from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, installed_has
-from kvcached_nixl.vllm.patches.answering import let_look_up
+from kvcached_nixl.vllm.patches.arrival import let_look_up
 from kvcached_nixl.vllm.patches.engine_blocks import bound_sides
 from kvcached_nixl.vllm.patches.step_output import STOOD_STILL, has_reports
 from kvcached_nixl.vllm.patches.tier import tier_of
@@ -56,7 +56,7 @@ _SHARED_SECONDS = 1.0
 def process_input_queue(call: Call) -> None:
     """Without it, a sleeping engine would not be told that its workers have released blocks, and one that waits for KV
     would step a thousand times a second. Until vLLM lets a connector wake its engine."""
-    vars(call.instance.scheduler)[CORE] = call.instance
+    vars(call.instance.scheduler)[OWNER] = call.instance
     let_look_up(call.instance)
     for side in bound_sides(call.instance.scheduler):
         side.engine.bind_wake(wake_of(call.instance))
@@ -199,8 +199,8 @@ def reset_prefix_cache(call: Call) -> bool:
         return bool(call.proceed())
     except RuntimeError:
         # vLLM raises if blocks are held, and may be asked again.
-        core = core_of(call.instance)
-        if not found or core is None or not _drained(core):
+        core = owner_of(call.instance)
+        if not found or core is None or not has_loop(core) or not _drained(core):
             raise
         return bool(call.proceed())
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from http import HTTPStatus
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -27,7 +26,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     RENDERER,
 )
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
-from kvcached_nixl.vllm.patches.admission import ARRIVED, REFUSED, generation_error
+from kvcached_nixl.vllm.patches.admission import ARRIVED, REFUSED, failure
 from kvcached_nixl.vllm.patches.leaving import is_leaving
 from kvcached_nixl.wire.causes import FAILED, STARVED
 
@@ -43,8 +42,8 @@ _READABLE: Mapping[str, Any] = MappingProxyType(
 )
 """Fields from a body or a header that not every endpoint checks, and their types."""
 
-_HIDES_ABORT = "_kvcached_nixl_hides_abort"
-"""Attribute of the queue of a request whose endpoint would call its aborted answer whole."""
+_ARRIVED = "_kvcached_nixl_arrived"
+"""Attribute of the queue of a request: the HTTP request that it is of."""
 _ABORTED = "The server has aborted this request before its end. Try again."
 
 
@@ -99,9 +98,7 @@ async def give_to_engine(call: Call) -> None:
     Raises:
         VLLMValidationError: it cannot be encoded; answered with HTTP 400.
     """
-    arrived = ARRIVED.get()
-    if arrived is not None and not arrived.says_abort:
-        setattr(call.argument("queue"), _HIDES_ABORT, True)
+    setattr(call.argument("queue"), _ARRIVED, ARRIVED.get())
     try:
         await call.proceed()
     except BaseException as error:
@@ -143,11 +140,16 @@ def update_stats_from_finished(call: Call) -> None:
     try:
         if name == "ERROR":
             _fail(request_state)
-        elif is_leaving(call.instance) or optional(private(request_state, "queue"), _HIDES_ABORT, False):
+        elif is_leaving(call.instance) or _hides_abort(request_state):
             _fail(request_state, _ABORTED)
     except Exception:
         # An exception raised here would end vLLM's output handler, and with it every request of this server.
         logger.exception("The client of a failed request cannot be told: vLLM may answer it as if it had not failed.")
+
+
+def _hides_abort(request_state: Any) -> bool:
+    arrived = optional(private(request_state, "queue"), _ARRIVED)
+    return arrived is not None and not arrived.says_abort
 
 
 def _fail(request_state: Any, told: str = "") -> None:
@@ -158,20 +160,16 @@ def _fail(request_state: Any, told: str = "") -> None:
     if isinstance(private(queue, "output"), Exception):
         # Another choice of the same request has failed in the same step, and has said why.
         return
-    from vllm.v1.engine.async_llm import InputStreamError
-
-    # InputStreamError delivers the wrapped error to the endpoint unchanged: the error that vLLM raises for any other
-    # request. It replaces outputs that were not fetched yet, including tokens, since the request has failed.
     try:
         told = told or _told(request_state)
     except Exception:
         # The client gets vLLM's own text then: an error without a reason is better than no error.
         logger.exception("The reason of a failed request cannot be read")
-    kind = generation_error()
-    error = kind(told) if told else kind()
-    if told.startswith(REFUSED):
-        error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
-    queue.put(InputStreamError(error))
+    is_refused, arrived = told.startswith(REFUSED), optional(queue, _ARRIVED)
+    if is_refused and arrived is not None:
+        arrived.engine_said = told
+    # It replaces outputs that were not fetched yet, including tokens, since the request has failed.
+    queue.put(failure(told, is_refused=is_refused))
 
 
 def _told(request_state: Any) -> str:

@@ -54,7 +54,7 @@ def take_off() -> tuple[str, ...]:
     return (f"{cls.__qualname__}.{_LAYOUT}: kvcached's override removed, inherited again",)
 
 
-@Patch(KVCACHED_PATCH, "patch_connector", "every", "self", when_unsupported=True, when_absent="skip", prepare=take_off)
+@Patch(KVCACHED_PATCH, "patch_connector", "every", "self", when_unsupported=True, prepare=take_off)
 def patch_connector(call: Call) -> bool:
     """Without it, kvcached's own patch inflates num_blocks to the whole reservation and refuses the contiguous layout.
     Until kvcached no longer has NixlConnectorPatch."""

@@ -146,11 +146,25 @@ def shut_down(call: Call) -> Any:
     return is_over
 
 
-def wants_of(device: str) -> Wants | None:
-    """Where the engine of this process says how much memory of a device it waits for, and hears its neighbours. None
-    without one."""
+def wants_of(parallel: Any) -> Wants | None:
+    """Where the engine of this process says how much memory of its device it waits for, and hears its neighbours. None
+    without an engine, or if the device is not known."""
     held = _NameHolder.held
-    return None if held is None else Wants(held.claim.folder.parent, held.claim.name, device)
+    # kvcached measures the memory of the first rank's device. Which one another data-parallel rank of this host uses is
+    # decided in its workers (vLLM 0.33).
+    if held is None or private(parallel, "data_parallel_rank_local"):
+        return None
+    from vllm.platforms import current_platform
+
+    devices = private(parallel, "assigned_physical_gpu_ids")
+    try:
+        # vLLM maps devices where its workers are, which may be other processes.
+        if devices and devices[0] != current_platform.device_id_to_physical_device_id(0):
+            raise LookupError(f"its workers use devices {devices} (--device-ids)")
+        return Wants(held.claim.folder.parent, held.claim.name, str(current_platform.get_device_uuid(0)))
+    except Exception as error:  # noqa: BLE001 - drivers raise anything, and no engine may end for a hint
+        logger.warning("Engines on one device do not give way to each other: it cannot be identified: %r", error)
+        return None
 
 
 def give_up_name() -> None:

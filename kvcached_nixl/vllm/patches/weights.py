@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER
-from kvcached_nixl.vllm.adapter.attributes import core_of, private, sides
+from kvcached_nixl.vllm.adapter.attributes import has_loop, private, sides
 from kvcached_nixl.vllm.adapter.locate import (
     ENGINE_CORE_BASE,
     LOADER_BASE,
@@ -162,10 +162,9 @@ def identify_again(core: Any, method: object, *, has_failed: bool = False) -> No
         called.add(f"{name} (failed)" if has_failed else name)
     for side in found:
         side.revocations.weights_doubted(has_changed=has_changed)
-    # An engine in its client's own process has no loop that looks before each step.
-    has_loop = core_of(scheduler) is not None
     is_fetchable = any(side.offering.kept.are_fetchable for side in found)
-    if not has_loop or (is_fetchable and not has_call(core, "collective_rpc")):
+    # An engine in its client's own process has no loop that looks before each step.
+    if not has_loop(core) or (is_fetchable and not has_call(core, "collective_rpc")):
         identify_if_due(core)
 
 
@@ -209,7 +208,8 @@ def add_lora(call: Call) -> Any:
     except BaseException:
         # At least one worker may still compute with the earlier adapter.
         for side in bound_sides(call.instance.scheduler):
-            side.read.doubt(request.lora_int_id)
+            number = request.lora_int_id
+            side.read.adapters.doubt(number, f"the adapter with lora_int_id {number} could not be loaded")
         raise
     for side in bound_sides(call.instance.scheduler) if request.load_inplace else ():
         side.read.adapters.loaded(request.lora_int_id)

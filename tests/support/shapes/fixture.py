@@ -260,7 +260,7 @@ def _verdict(patch: Patch, shape: Mapping[str, Any], modules: Mapping[str, types
     module = modules.get(patch.target.module)
     found = None if module is None else locate(patch.target, module)
     if found is None:
-        return Verdict(patch.name, SKIPPED if patch.when_absent == "skip" else GONE, f"no {patch.target}")
+        return Verdict(patch.name, GONE, f"no {patch.target}")
     try:
         seat = find_seat(patch, found)
     except ContractChanged as cause:

@@ -151,7 +151,7 @@ def test_an_adapter_whose_files_were_replaced_is_like_no_other_until_it_is_loade
     (tmp_path / "first").rename(path)
     assert view(reads, lora_request=lora(path)).digest(8) != before
     adapter(path, b"c" * 101)
-    reads.forget(1)
+    reads.adapters.forget(1)
     after = view(reads, lora_request=lora(path)).digest(8)
     assert after == view(reader(), lora_request=lora(path)).digest(8) != before
 
@@ -178,12 +178,12 @@ def test_an_adapter_that_could_not_be_loaded_anew_is_like_no_other(tmp_path: Pat
     path, reads = adapter(tmp_path / "one"), reader()
     view(reads, lora_request=lora(path)).digest(8)
     adapter(path, b"c" * 101)
-    reads.forget(1)
+    reads.adapters.forget(1)
     reads.adapter_arrives(lora(path))
-    reads.doubt(1)
+    reads.adapters.doubt(1, "it could not be loaded")
     assert not reads.is_loaded(lora(path))
     assert view(reads, lora_request=lora(path)).digest(8) != view(reads, lora_request=lora(path)).digest(8)
-    reads.forget(1)
+    reads.adapters.forget(1)
     assert view(reads, lora_request=lora(path)).digest(8) == view(reader(), lora_request=lora(path)).digest(8)
 
 
@@ -233,7 +233,7 @@ def test_a_name_that_means_an_unknown_adapter_is_told_once(tmp_path: Path) -> No
     """Else each of its requests would clear the prefix cache again."""
     reads, path = reader(), adapter(tmp_path / "one")
     reads.adapter_arrives(lora(path))
-    reads.doubt(1)
+    reads.adapters.doubt(1, "it could not be loaded")
     found = []
     for _ in range(3):
         reads.adapter_arrives(lora(path))
@@ -260,11 +260,11 @@ def test_an_adapter_that_may_have_been_loaded_by_others_is_like_no_other_until_i
     """A collective RPC: whatever it has loaded under whatever number, its files may be other ones since."""
     path, reads = adapter(tmp_path / "one"), reader()
     before = view(reads, lora_request=lora(path)).digest(8)
-    reads.forget(None)
+    reads.adapters.forget(None)
     with caplog.at_level(logging.WARNING):
         found = {view(reads, lora_request=lora(path, number)).digest(8) for number in (1, 2, 1, 2)}
     assert len(found) == 4 and before not in found and caplog.text.count("a collective RPC may have") == 2
-    reads.forget(2)
+    reads.adapters.forget(2)
     assert view(reads, lora_request=lora(path, 2)).digest(8) == before
     assert view(reads, lora_request=lora(path, 1)).digest(8) != before
 

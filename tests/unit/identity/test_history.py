@@ -23,12 +23,12 @@ from unit.identity.test_files import safetensors  # noqa: E402
 
 from kvcached_nixl.identity.files import checksum_of  # noqa: E402
 from kvcached_nixl.identity.history import joined  # noqa: E402
+from kvcached_nixl.vllm.adapter.computes import held_by  # noqa: E402
 from kvcached_nixl.vllm.adapter.locate import LOADER_BASE  # noqa: E402
 from kvcached_nixl.vllm.adapter.weights import (  # noqa: E402
     _computes_by,
     _history,
     _reading,
-    held_by,
     note_files,
     watch_loading,
 )

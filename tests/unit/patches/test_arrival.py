@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvcached_nixl.patching import Call
 from kvcached_nixl.vllm.adapter.requests import RequestView
-from kvcached_nixl.vllm.patches.arrival import Arrival, arrival_of, drop_unless_mapping, stop_before_last
+from kvcached_nixl.vllm.patches.arrival import Arrival, add_request, arrival_of, stop_before_last
 
 
 def of(name: str = "r", *, client: int = 0, ended: bool = False, session: bool = False, **more: Any) -> SimpleNamespace:
@@ -44,9 +45,11 @@ def test_only_a_session_goes_on_under_its_id(existing: Any, comes: Any, expected
 )
 def test_parameters_that_are_no_mapping_are_dropped(params: Any) -> None:
     """Before vLLM's scheduler reads them: from 0.32 on an error there ends the engine."""
-    asked = SimpleNamespace(kv_transfer_params=params)
-    drop_unless_mapping(asked)
-    assert asked.kv_transfer_params is (params if isinstance(params, dict) else None)
+    asked = SimpleNamespace(request_id="r", kv_transfer_params=params)
+    taken: list[object] = []
+    scheduler = SimpleNamespace(requests={}, connector=None)
+    add_request.wrapper(Call(lambda request: taken.append(request.kv_transfer_params), scheduler, (asked,), {}))
+    assert taken == [params if isinstance(params, dict) else None]
 
 
 SEND = {"do_remote_decode": True, "transfer_id": "t"}

@@ -15,7 +15,6 @@ from support.engine_fakes import TOKENS
 from kvcached_nixl.vllm.adapter import attributes, queues
 from kvcached_nixl.vllm.adapter.attributes import attach, carry
 from kvcached_nixl.vllm.adapter.locate import CONNECTOR_BASE
-from kvcached_nixl.vllm.patches import engine_blocks
 from kvcached_nixl.vllm.patches.engine_blocks import EngineBlocks
 from kvcached_nixl.vllm.patches.step_output import (
     is_whole,
@@ -383,20 +382,3 @@ def test_only_who_would_run_with_more_memory_is_stalled(
     vars(blocks)["_wants"] = SimpleNamespace(say=said.append)
     assert blocks.tell_neighbours(lambda one: needs_others and one == "r1")
     assert said == [Want(24, is_stalled)]
-
-
-@pytest.mark.parametrize(("devices", "is_known"), [(None, True), ([4, 5], True), ([6, 7], False)])
-def test_engines_of_other_devices_are_no_neighbours(
-    devices: list[int] | None, is_known: bool, make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``--device-ids`` counts in vLLM's workers, which may be other processes; here the first device is number 4."""
-    platform = SimpleNamespace(
-        get_device_uuid=lambda device: f"uuid{device}", device_id_to_physical_device_id=lambda device: 4 + device
-    )
-    make_module("vllm.platforms").current_platform = platform  # type: ignore[attr-defined]
-    monkeypatch.setattr(engine_blocks, "wants_of", lambda device: device)
-    scheduler = engine(pool=SimpleNamespace(kv_cache_manager=elastic()))
-    scheduler.vllm_config.parallel_config = SimpleNamespace(
-        data_parallel_rank_local=0, assigned_physical_gpu_ids=devices
-    )
-    assert EngineBlocks(scheduler)._wants == ("uuid0" if is_known else None)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -157,6 +157,22 @@ def test_another_kvcached_is_refused(kvcached: dict[str, Any]) -> None:
     del kvcached["kv_cache_manager"].DEFAULT_IPC_NAME
     with pytest.raises(ContractChanged, match=r"kvcached\.kv_cache_manager without 'DEFAULT_IPC_NAME'"):
         naming.own_engine(Executor(), config())
+
+
+@pytest.mark.parametrize(("devices", "is_known"), [(None, True), ([4, 5], True), ([6, 7], False)])
+def test_engines_of_other_devices_are_no_neighbours(
+    kvcached: dict[str, Any], devices: list[int] | None, is_known: bool, make_module: Callable[..., ModuleType]
+) -> None:
+    """``--device-ids`` counts in vLLM's workers, which may be other processes; here the first device is number 4."""
+    platform = SimpleNamespace(
+        get_device_uuid=lambda device: f"uuid{device}", device_id_to_physical_device_id=lambda device: 4 + device
+    )
+    make_module("vllm.platforms").current_platform = platform  # type: ignore[attr-defined]
+    executor, made = Executor(), config(assigned_physical_gpu_ids=devices)
+    assert naming.wants_of(made.parallel_config) is None, "no engine has a name here"
+    naming.own_engine(executor, made)
+    found = naming.wants_of(made.parallel_config)
+    assert (found._device if found else None) == ("uuid0" if is_known else None)
 
 
 def test_without_kvcached_there_is_nothing_to_withdraw(monkeypatch: pytest.MonkeyPatch) -> None:

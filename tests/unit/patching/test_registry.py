@@ -150,17 +150,14 @@ def test_other_parameters_are_accepted_if_the_record_says_so(lib: Any, parameter
     assert lib.Base().load("r") == "r"
 
 
-def test_a_target_that_is_nowhere_is_refused_or_skipped_as_the_record_says(lib: Any) -> None:
-    """A class that was renamed away is a refusal; a library that need not be there is not."""
+def test_a_target_that_is_nowhere_is_refused(lib: Any) -> None:
+    """A class that was renamed away, and a library that is not there."""
     targets = [Target("gone", "lib.worker", "Gone"), Target("nowhere", "no.such.module", "Gone")]
-    registry = registered(
-        *(patch(target=one, wrapper=lambda call: None) for one in targets),
-        *(patch(target=one, attribute="other", when_absent="skip", wrapper=lambda call: None) for one in targets),
-    )
+    registry = registered(*(patch(target=one, wrapper=lambda call: None) for one in targets))
     registry.complete()
-    refused, found = registry.outcomes()[:2], [one.state for one in registry.outcomes()]
-    assert found == [PatchState.REFUSED] * 2 + [PatchState.SKIPPED] * 2
-    assert "no gone in lib.worker.Gone" in refused[0].reason and "no.such.module.Gone" in refused[1].reason
+    one, two = registry.outcomes()
+    assert one.state is two.state is PatchState.REFUSED
+    assert "no gone in lib.worker.Gone" in one.reason and "no.such.module.Gone" in two.reason
 
 
 def test_a_target_whose_import_breaks_is_refused_with_that_error(
@@ -169,7 +166,7 @@ def test_a_target_whose_import_breaks_is_refused_with_that_error(
     """An ImportError from inside the module is not taken for the module's absence."""
     (tmp_path / "broken_library.py").write_text("import a_module_nobody_has")
     monkeypatch.syspath_prepend(str(tmp_path))
-    record = patch(target=Target("broken", "broken_library", "Base"), when_absent="skip")
+    record = patch(target=Target("broken", "broken_library", "Base"))
     registry = registered(replace(record, wrapper=lambda call: None))
     registry.complete()
     assert only(registry).state is PatchState.REFUSED
@@ -333,9 +330,7 @@ def test_a_class_in_the_place_of_the_target_has_to_reach_its_patches(
     theirs = make_module("theirs", SUBCLASSES)
     registry, other = Registry(), Target("another", "lib.worker", "Sub")
     one, two = patch(), patch("depth", kind="property", parameters="self")
-    registry.add(
-        [replace(each, wrapper=lambda call: call.proceed()) for each in (one, two, patch("gone", when_absent="skip"))]
-    )
+    registry.add([replace(each, wrapper=lambda call: call.proceed()) for each in (one, two, patch("gone"))])
     registry.complete()
     causes = [cause.found for _, cause in registry.bypassed(getattr(theirs, name), one.target)]
     assert set(causes) == ({found} if found else set())
