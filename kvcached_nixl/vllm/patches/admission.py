@@ -341,32 +341,29 @@ class RefusableAnswer:
         if await self.refused(starts=starts):
             return
         held, self._held = self._held, []
-        if (starts and self._holds) or (held and message.get("more_body") and self._is_undecided):
+        one = self._arrived
+        # A stream may say something before its prompt is given to the engine, as in ``/v1/responses``.
+        is_undecided = self._scope["method"] == "POST" and one.role is Role.PREFILL and one.is_for is None
+        if (starts and self._holds) or (held and message.get("more_body") and is_undecided):
             self._held = [*held, message]
             return
         if held:
             start, begins = held[0], bytes(message.get("body", b"")[: len(_STREAMED)])
             is_error = start["status"] >= 500 or begins == _STREAMED
-            told = _RETRY_AFTER.search(self._arrived.engine_said) if is_error else None
+            told = _RETRY_AFTER.search(one.engine_said) if is_error else None
             if told is not None and start["status"] < 500:
-                await self._refuse(self._arrived.engine_said, told[1])
+                await self._refuse(one.engine_said, told[1])
                 return
             if told is not None:
                 held[0] = {**start, "headers": [*start.get("headers", ()), (b"retry-after", told[1].encode())]}
-        for one in (*held, message):
-            await self._send(one)
+        for each in (*held, message):
+            await self._send(each)
 
     async def refused(self, *, starts: bool = False) -> bool:
         """Whether the request was refused. Answers one that is not for the server's role, if nothing was sent yet."""
         if not self._is_refused and (starts or self._held) and self._arrived.refusal:
             await self._refuse(self._arrived.refusal, str(RETRY_SECONDS), **{ROLE_HEADER: str(self._arrived.role)})
         return self._is_refused
-
-    @property
-    def _is_undecided(self) -> bool:
-        """Whether a stream says something before its prompt is given to the engine, as in ``/v1/responses``."""
-        one = self._arrived
-        return self._scope["method"] == "POST" and one.role is Role.PREFILL and one.is_for is None
 
     async def _refuse(self, told: str, retry_after: str, **headers: str) -> None:
         self._is_refused = True

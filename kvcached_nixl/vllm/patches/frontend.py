@@ -138,18 +138,14 @@ def update_stats_from_finished(call: Call) -> None:
     if name not in ("ERROR", "ABORT"):
         return
     try:
+        arrived = optional(private(request_state, "queue"), _ARRIVED)
         if name == "ERROR":
             _fail(request_state)
-        elif is_leaving(call.instance) or _hides_abort(request_state):
+        elif is_leaving(call.instance) or (arrived is not None and not arrived.says_abort):
             _fail(request_state, _ABORTED)
     except Exception:
         # An exception raised here would end vLLM's output handler, and with it every request of this server.
         logger.exception("The client of a failed request cannot be told: vLLM may answer it as if it had not failed.")
-
-
-def _hides_abort(request_state: Any) -> bool:
-    arrived = optional(private(request_state, "queue"), _ARRIVED)
-    return arrived is not None and not arrived.says_abort
 
 
 def _fail(request_state: Any, told: str = "") -> None:
