@@ -256,7 +256,7 @@ class GivingWay:
                 num_dropped, num_blocks = num_dropped + dropped, num_blocks - dropped
                 if dropped:
                     self._steps_to_trim = _STEPS_TO_TRIM
-            kept.give_way(cause, num_blocks, keeps_wanted=keeps_wanted)
+            kept.give_way(cause, num_blocks, keeps_wanted=keeps_wanted, computing=self._offering.computing)
         return num_dropped
 
     def _give_back(self) -> int:

@@ -160,10 +160,17 @@ class KeptOffers:
             # An offer that the workers were not told of yet must not reach them before its revocation.
             self._engine.step.withhold(*taken, even_empty=True)
 
-    def give_way(self, cause: RevocationCause, num_blocks: int, *, keeps_wanted: bool = False) -> None:
+    def give_way(
+        self,
+        cause: RevocationCause,
+        num_blocks: int,
+        *,
+        keeps_wanted: bool = False,
+        computing: frozenset[PrefillRequestId] = frozenset(),
+    ) -> None:
         """Takes back offers that no rank of decode fetches yet, oldest first, until they have ``num_blocks`` blocks
         together with those that are being given back already. Those for which decode has a request are taken back
-        last; if ``keeps_wanted``, not at all."""
+        last; if ``keeps_wanted``, not at all. ``computing``: as in `Revocation`."""
         now, step = self._engine.clock.now_seconds(), self._engine.step
         num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back(now))
         # What the workers are told of in this very step is not old, nor may it follow its revocation.
@@ -177,7 +184,7 @@ class KeptOffers:
             if one.gives_back(now) or request_id in told or is_young:
                 continue
             number = next(self._numbers)
-            step.tell(Revoke(request_id, Revocation(cause, _GIVES_WAY[cause], not is_wanted, number)))
+            step.tell(Revoke(request_id, Revocation(cause, _GIVES_WAY[cause], not is_wanted, number, computing)))
             one.asked_until_seconds = now + ASK_AGAIN_SECONDS
             one.spared_until_seconds = one.asked_until_seconds + SPARED_SECONDS
             one.asked.append(number)

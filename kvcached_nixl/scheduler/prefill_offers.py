@@ -173,7 +173,12 @@ class PrefillOffers:
     @property
     def are_awaited(self) -> bool:
         """Whether a prompt to be offered has no blocks. Its peer may have them already, and wait."""
-        return any(not one.block_ids for one in self._running.values())
+        return len(self.computing) < len(self._running)
+
+    @property
+    def computing(self) -> frozenset[PrefillRequestId]:
+        """Prompts to be offered that have blocks."""
+        return frozenset(request_id for request_id, one in self._running.items() if one.block_ids)
 
     def arrived(self, request: RequestView) -> None:
         """A request has entered the engine. Requests without ``do_remote_decode`` are ignored from here on."""
@@ -234,10 +239,13 @@ class PrefillOffers:
 
     def preempted(self, request_id: str) -> None:
         """A request is preempted. If workers may read its blocks, they are held until no rank reads them."""
-        if not self.is_read(request_id):
+        one = self.find(request_id)
+        if one is None:
             return
-        one = self._running[PrefillRequestId(request_id)]
-        one.block_ids, one.ready_tokens, one.manifest = (), 0, None
+        one.block_ids = ()
+        if not one.is_read:
+            return
+        one.ready_tokens, one.manifest = 0, None
         one.is_read = one.is_streamed = False
         hold = self._engine.holds.take(request_id)
         self._engine.step.tell(Preempt(one.request_id, hold))

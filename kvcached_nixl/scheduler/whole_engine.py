@@ -48,8 +48,9 @@ class Revocations:
 
     def identified(self, weights: Mapping[Any, Weights]) -> None:
         """The workers have said which weights they have, by rank."""
-        self.is_doubted, self._engine.knows_weights = False, True
-        if self._weights not in (None, weights):
+        knew_weights, self.is_doubted, self._engine.knows_weights = self._engine.knows_weights, False, True
+        # What was computed while they could not be read may be of others than these.
+        if not knew_weights or self._weights not in (None, weights):
             self.weights_changed()
         self._weights = weights
 

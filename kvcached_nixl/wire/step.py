@@ -172,12 +172,14 @@ class Revocation(msgspec.Struct, frozen=True):
     Attributes:
         spares_wanted: it stays, too, if decode sends heartbeats for it.
         number: reported if it stays (`Report.spared`); 0 where it cannot stay.
+        computing: prompts to be offered that have blocks: they are computed whether it stays or not.
     """
 
     cause: RevocationCause
     reason: str
     spares_wanted: bool = False
     number: int = 0
+    computing: frozenset[PrefillRequestId] = frozenset()
 
 
 class WakeAddress(msgspec.Struct, frozen=True):

@@ -369,7 +369,7 @@ class TransferThread:
             self._registry.writer.fail((agent, message.attempt), failure)
 
     def _take_heartbeat(self, agent: str, names: list[str]) -> None:
-        self._registry.renew(names)
+        self._registry.renew(agent, names)
         self._receiver.renew(agent, names)
 
     def _count_defect(self, _: HandOverFailed) -> None:

@@ -31,18 +31,26 @@ def patched() -> Iterator[None]:
         yield
 
 
+METADATA = {(0, 1): None}
+"""Of the second rank."""
+
+
 class Executor:
     """Notes what is asked of the workers, in order."""
 
     is_sleeping = False
-    failure: str | None = None
+    second: object = METADATA
+    """What the second rank answers to a look."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
     def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
-        self.asked.append(f"identify after {', '.join(*args)}" if method is look_again else method)
-        return [None, self.failure]
+        if method is not look_again:
+            self.asked.append(method)
+            return [None, None]
+        self.asked.append(f"identify after {', '.join(*args)}")
+        return [{(0, 0): None}, self.second]
 
 
 class Side:
@@ -82,7 +90,8 @@ class Engine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_idle: bool) -> None:
         self.core = core = object.__new__(EngineCoreProc)
         core.model_executor = Executor()
-        core.scheduler = SimpleNamespace(connector=None)
+        heard = SimpleNamespace(set_xfer_handshake_metadata_pp_aware=lambda found: self.heard.append(sorted(found)))
+        core.scheduler, self.heard = SimpleNamespace(connector=heard), list[Any]()
         core.input_queue, core.output_queue = queue.Queue[Any](), queue.Queue[Any]()
         core.aborts_queue = queue.Queue[Any]()
         vars(core).update(_idle_state_callbacks=[])
@@ -167,33 +176,37 @@ def test_a_call_that_fails_may_have_changed_weights_in_part(monkeypatch: pytest.
 def test_calls_that_were_not_looked_at_are_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, is_idle=True)
     engine.side.are_fetchable = True
-    engine.core.model_executor.failure = "a worker is busy"
+    engine.core.model_executor.second = "a worker is busy"
     assert engine.call("one") == ["one", "identify after one", "hide"]
-    engine.core.model_executor.failure = None
-    assert engine.call("two") == ["two", "identify after one, two"]
+    engine.core.model_executor.second = METADATA
+    assert engine.call("two") == ["two", "identify after two"], "every rank knows of the other one"
 
 
-def test_a_look_that_has_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may call again: a neighbour had taken the memory that workers need for it."""
+@pytest.mark.parametrize("failure", ["torch.OutOfMemoryError", None], ids=["no memory", "answers another call"])
+def test_a_look_that_has_failed_is_repeated(monkeypatch: pytest.MonkeyPatch, failure: object) -> None:
+    """Nobody may call again: a neighbour had taken the memory that workers need for it. A rank that has answered would
+    take a reload of which it hears again for one that it knows nothing of."""
     engine, now = Engine(monkeypatch, is_idle=False), [0.0]
     monkeypatch.setattr(weights, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    engine.core.model_executor.failure = "torch.OutOfMemoryError"
+    engine.core.model_executor.second = failure
     assert engine.call("one") == ["one", "identify after one", "hide"]
     assert engine.call() == []
     now[0] = weights.RETRY_SECONDS
-    assert engine.call() == ["identify after one"], "in vain, and nobody is told again"
-    engine.core.model_executor.failure = None
+    assert engine.call() == ["identify after "], "in vain, and nobody is told again"
+    assert not engine.heard
+    engine.core.model_executor.second = METADATA
     now[0] = 2 * weights.RETRY_SECONDS
-    assert engine.call() == ["identify after one"]
+    assert engine.call() == ["identify after "] and engine.heard == [[(0, 0), (0, 1)]]
     now[0] = 4 * weights.RETRY_SECONDS
     assert engine.call() == []
 
 
 def test_a_worker_whose_weights_cannot_be_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it raised, vLLM's executor would take what the other ranks answer for the next step's outputs."""
-    worker = SimpleNamespace(get_kv_connector_handshake_metadata=lambda: 1 // 0)
-    monkeypatch.setattr(adapter_weights, "_models", lambda _: {})
+    worker, model = SimpleNamespace(get_kv_connector_handshake_metadata=lambda: 1 // 0), SimpleNamespace()
+    monkeypatch.setattr(adapter_weights, "_models", lambda _: {"": model})
     assert look_again(worker, ["one"]).startswith("ZeroDivisionError")
+    assert adapter_weights._history(model)._called == {"one"}, "for when they can be"
 
 
 def test_a_call_while_an_engine_starts_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,35 @@ def test_prompts_that_arrive_in_another_order_on_the_two_sides_do_not_wait_for_e
     assert is_right(found[1]) == is_in_order, "prefill has taken it back"
 
 
+@pytest.mark.parametrize("what", ["another decode registers", "its heartbeat came before the offer"])
+def test_what_decode_waits_for_is_kept_where_nobody_waits_for_each_other(what: str) -> None:
+    """Decode is full for longer than `give_way_after`, and prefill has no room for the next prompt."""
+    room = {"num_blocks": 1 + BLOCKS_EACH + 2, "caches_prefixes": False}
+    pair = Pair(PUSH, kind(**room), kind(caches_prefixes=False, recomputes=False))
+    other = pair.cluster.engine("another", kind(caches_prefixes=False, recomputes=False))
+    pair.acquaint()
+    pair.decode.pool.limit_blocks = BLOCKS_EACH - 1
+    pair.decode.pool.apply_limit()
+    found = [pair.ask_decode(pair.meet(transfer_id="t1"), prompt(1))]
+    pair.settle()
+    pair.ask_prefill(prompt(1), transfer_id="t1")
+    if is_other := what.startswith("another"):
+        pair.pass_time(6.0)
+        found.append(pair.ask_decode(pair.meet(transfer_id="t2"), prompt(2), engine=other))
+    pair.settle()
+    pair.ask_prefill(prompt(2), transfer_id="t2")
+    pair.settle()
+    for _ in range(12):
+        pair.pass_time(1.0)
+    pair.decode.pool.limit_blocks = 64
+    pair.decode.pool.apply_limit()
+    if not is_other:
+        found.append(pair.ask_decode(pair.meet(transfer_id="t2"), prompt(2)))
+    for _ in range(12):
+        pair.pass_time(1.0)
+    serve(pair, *found)
+
+
 # ------------------------------------------------------------------------------------------------------- by priority
 
 

@@ -129,7 +129,7 @@ def distrust(cls: type) -> str:
 
 def look_again(worker: Any, names: Sequence[str]) -> Any:
     """In a worker, after these calls, which may have changed its weights. Returns its metadata of handshakes, or why
-    its weights cannot be read, as text.
+    its weights cannot be read, as text. In that case, too, the calls are noted, and need not be named again.
 
     Where one rank raises, vLLM's executor leaves the answers of the others, and takes them for those of later calls.
     """

@@ -179,12 +179,15 @@ def identify_if_due(core: Any) -> None:
     called = vars(core).pop(_DUE)
     content: dict[Any, Any] = {}
     try:
-        for one in executor.collective_rpc(look_again, args=(sorted(called),)):
-            if isinstance(one, str):
-                raise RuntimeError(one)
-            content.update(one or {})
-        if content:
-            scheduler.connector.set_xfer_handshake_metadata_pp_aware(content)
+        answers = executor.collective_rpc(look_again, args=(sorted(called),))
+        # Every rank has noted them. One that could read would take a reload for another one if it were named again.
+        called = set()
+        for one in answers:
+            # After a call that has failed, vLLM may take what a rank has answered to that for an answer to this.
+            if not isinstance(one, dict):
+                raise RuntimeError(f"a rank has answered {one!r:.1000}")
+            content.update(one)
+        scheduler.connector.set_xfer_handshake_metadata_pp_aware(content)
         vars(core).pop(_RETRY_AT, None)
     except Exception:
         if _RETRY_AT not in vars(core):

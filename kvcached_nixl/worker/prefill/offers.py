@@ -106,6 +106,7 @@ class Offer:
         waived: those of ``settled`` that have released its name only. They may still register, for this prompt.
         readers: ranks of decode that have begun to read its blocks.
         wanted_until_seconds: time until which decode counts as waiting for the offer. Each heartbeat moves it.
+        wanted_by: agents of decode that have sent heartbeats for it.
         awaited: how many ranks must be in ``settled``; None until a rank of decode has told its size.
         draining: holds of earlier preemptions, whose blocks may still be read.
         write_tasks: registrations that are served from it.
@@ -124,6 +125,7 @@ class Offer:
     waived: set[int] = field(default_factory=set)
     readers: set[int] = field(default_factory=set)
     wanted_until_seconds: float = 0.0
+    wanted_by: set[str] = field(default_factory=set)
     awaited: int | None = None
     draining: list[int] = field(default_factory=list)
     write_tasks: dict[WriteKey, WriteTask] = field(default_factory=dict)

@@ -63,6 +63,8 @@ class OfferRegistry:
         self._outcomes = context.outcomes
         self._matcher = OfferMatcher(context)
         self._leases = Leases(context.clock, lease_seconds=settings.kv_lease_duration_seconds)
+        # Names that decode has sent heartbeats of before there was an offer, and until when it counts as waiting.
+        self._early = Deadlines[str]()
         self.writer = Writer(context, self._matcher, self._settle)
 
     def __len__(self) -> int:
@@ -82,6 +84,7 @@ class OfferRegistry:
         offer = self._matcher.offers.get(update.request_id)
         if offer is None:
             offer = Offer(update)
+            offer.wanted_until_seconds = self._early.pop(update.name, 0.0)
             for tp_rank, tp_size in self._matcher.add(offer).items():
                 self._settle_rank(offer, tp_rank, tp_size)
         elif offer.update.name != update.name or not offer.means(update):
@@ -132,14 +135,17 @@ class OfferRegistry:
         else:
             offer.claim = number
 
-    def renew(self, names: Iterable[str]) -> None:
-        """Handle a heartbeat: decode still wants these requests."""
-        request_ids = [one for name in names for one in self._matcher.renewed_by(name)]
-        self._leases.renew(request_ids)
-        for request_id in request_ids:
+    def renew(self, agent: str, names: Iterable[str]) -> None:
+        """Handle a heartbeat: this agent of decode still wants these requests."""
+        name_of = {request_id: name for name in names for request_id in self._matcher.renewed_by(name)}
+        self._leases.renew(name_of)
+        for request_id, name in name_of.items():
             offer = self._matcher.offers.get(request_id)
-            if offer is not None:
-                self._wanted(offer)
+            if offer is None:
+                self._early[name] = self._wanted_until_seconds
+            else:
+                offer.wanted_by.add(agent)
+                offer.wanted_until_seconds = self._wanted_until_seconds
 
     def stop(self, request_id: PrefillRequestId, reason: str, *, is_kept: bool = True) -> None:
         """The request has ended early: post nothing more of it, and remove its ownership token at once. ``is_kept``:
@@ -158,8 +164,8 @@ class OfferRegistry:
         """Whether an offer is not taken back for lack of memory: a rank of decode has begun to fetch it, so its blocks
         are free soon; or waits for it, if those are spared.
 
-        Push: one that only waits has no room, and has perhaps given it to a prompt that has no blocks here. So those
-        are not spared where prefill lacks blocks, and decode has registered for such a prompt."""
+        Push: who only waits has no room, and has perhaps given it to a prompt that has no blocks here. So an offer is
+        not spared where prefill lacks blocks, and who waits for it has registered for such a prompt."""
         offer = self._matcher.offers.get(request_id)
         if offer is None or not revocation.cause.is_of_memory:
             return False
@@ -168,8 +174,9 @@ class OfferRegistry:
         is_read = is_wanted and bool(offer.readers - offer.settled)
         spares = revocation.spares_wanted and is_wanted
         if spares and revocation.cause is RevocationCause.BLOCKS:
-            offers = self._matcher.offers.values()
-            spares = not any(one.write_tasks and not one.update.ready_tokens for one in offers)
+            waiting = [one for one in self._matcher.offers.values() if not one.update.ready_tokens]
+            lacking = [one for one in waiting if one.request_id not in revocation.computing]
+            spares = offer.wanted_by.isdisjoint(agent for one in lacking for agent, _ in one.write_tasks)
         return bool(offer.write_tasks) or is_read or spares
 
     def revoke(self, request_id: PrefillRequestId, revocation: Revocation) -> None:
@@ -213,7 +220,7 @@ class OfferRegistry:
         offer = self._matcher.offers.get(PrefillRequestId(message.request_id))
         if offer is not None:
             offer.readers.add(message.tp_rank)
-            self._wanted(offer)
+            offer.wanted_until_seconds = self._wanted_until_seconds
             offer.follow(self._clock.now_seconds())
 
     def release(self, message: Release) -> None:
@@ -227,6 +234,7 @@ class OfferRegistry:
         """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due.
         ``is_engine_alive``: it computes what waits for its turn, sooner or later."""
         now = self._clock.now_seconds()
+        self._early.take_due(now)
         for request_id in self._leases.take_due(now):
             offer = self._matcher.offers.get(request_id)
             # An offer with registrations stays: decode came before the lease expired.
@@ -236,9 +244,10 @@ class OfferRegistry:
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
-    def _wanted(self, offer: Offer) -> None:
-        seconds = WANTED_INTERVALS * INTERVAL * self._settings.kv_lease_duration_seconds
-        offer.wanted_until_seconds = self._clock.now_seconds() + seconds
+    @property
+    def _wanted_until_seconds(self) -> float:
+        """Until when decode counts as waiting, of which something has come just now."""
+        return self._clock.now_seconds() + WANTED_INTERVALS * INTERVAL * self._settings.kv_lease_duration_seconds
 
     def _let_down(self, offer: Offer, cause: HandOverFailed) -> None:
         self._tokens.remove(offer.request_id)

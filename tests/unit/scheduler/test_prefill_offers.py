@@ -89,6 +89,18 @@ def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
     assert list(revoked) == ["p1", "p2", "p3"] and not any(one.spares_wanted for one in revoked.values())
 
 
+def test_a_preempted_prompt_has_no_blocks() -> None:
+    """Nor when that happens again: it is not read while it is computed then."""
+    prefill = Prefill(mode=TransferMode.PUSH)
+    prefill.arrive(of_prefill("p1"))
+    assert prefill.offering.are_awaited and not prefill.offering.computing
+    for _ in range(2):
+        prefill.compute(4, BLOCKS, replaces=True)
+        assert prefill.offering.computing == {P1} and not prefill.offering.are_awaited
+        prefill.offering.preempted("p1")
+        assert prefill.offering.are_awaited and not prefill.offering.computing
+
+
 @pytest.mark.parametrize(
     ("cause", "num_owed"), [(RevocationCause.BLOCKS, 0), (RevocationCause.LIMIT, 3), (RevocationCause.NEIGHBOUR, 3)]
 )

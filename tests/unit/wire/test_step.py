@@ -39,7 +39,7 @@ PREFILL = RemotePrefill("p", "h", 1, 1)
 WAKE = WakeAddress("127.0.0.1", 1, "k")
 P1, D1 = PrefillRequestId("p"), DecodeRequestId("d")
 EVERY: list[StepCommand] = [
-    Revoke(P1, Revocation(RevocationCause.WEIGHTS, "why")),
+    Revoke(P1, Revocation(RevocationCause.WEIGHTS, "why", computing=frozenset({P1}))),
     LeaseRenewal(D1, PREFILL, "n", 30.0),
     FetchSpec(1, D1, PREFILL, None, "n", "", 4, 0, 4, (BlockRange(0, (1,)),)),
     OfferUpdate(P1, "n", "", 4, (BlockRange(0, (1,)),), 4, None),

@@ -32,6 +32,7 @@ from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.manifest import Manifest
 from kvcached_nixl.wire.messages import (
+    INTERVAL,
     KernelBlockRange,
     Message,
     Registration,
@@ -44,7 +45,7 @@ from kvcached_nixl.wire.messages import (
 )
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.worker.prefill.offers import WriteTask
-from kvcached_nixl.worker.prefill.registry import OfferRegistry
+from kvcached_nixl.worker.prefill.registry import WANTED_INTERVALS, OfferRegistry
 from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.slab import Slots, Use
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer
@@ -318,6 +319,29 @@ def test_who_may_not_be_fetched_any_more_has_no_ownership_token(prefill: Prefill
         prefill.registry.stop(P1, "aborted", is_kept=how == "stop")
     assert set(tokens_of(prefill.table)) == (set() if how == "close" else {P2})
     assert prefill.done == (["p-1"] if how == "stop" else [])
+
+
+@pytest.mark.parametrize(
+    ("who", "computing", "is_spared"),
+    [("nobody", (), True), ("another", (), True), ("itself", (), False), ("itself", (P2,), True)],
+)
+def test_decode_waits_in_vain_only_for_a_prompt_that_it_has_given_its_room_to(
+    prefill: Prefill, remote: Remote, who: str, computing: tuple[PrefillRequestId, ...], is_spared: bool
+) -> None:
+    """Which it has registered for, and which has no blocks on prefill."""
+    seconds = WANTED_INTERVALS * INTERVAL * prefill.side.settings.kv_lease_duration_seconds
+    revocation = Revocation(RevocationCause.BLOCKS, "", spares_wanted=True, computing=frozenset(computing))
+    prefill.registry.renew("another", [NAME])
+    prefill.offer(is_finished=True)
+    prefill.clock.advance(seconds - 0.1)
+    assert prefill.registry.outlasts(P1, revocation), "a heartbeat has come before the offer"
+    prefill.clock.advance(0.2)
+    assert not prefill.registry.outlasts(P1, revocation)
+    prefill.registry.renew(remote.transport.name if who == "itself" else "another", [NAME])
+    prefill.offer(0, P2, name="transfer:2", blocks=())
+    if who != "nobody":
+        prefill.register(remote, name="transfer:2")
+    assert prefill.registry.outlasts(P1, revocation) == is_spared
 
 
 @pytest.mark.parametrize("ends", ["finish", "stop", "preempt"])
