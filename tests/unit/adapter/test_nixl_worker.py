@@ -157,6 +157,22 @@ def test_who_drops_blocks_is_told_by_the_kind_of_its_layers(spec: Any, keeps: Ke
     assert kv_cache_specs.keeps_of(spec) is keeps
 
 
+class CircularBufferSpec:
+    pass
+
+
+class OfSomebodys(FullAttentionSpec):
+    pass
+
+
+@pytest.mark.parametrize("spec", [CircularBufferSpec(), OfSomebodys()], ids=lambda spec: type(spec).__name__)
+def test_a_kind_of_cache_that_is_not_known_is_refused(spec: Any) -> None:
+    """Its manager may keep one block of a request (vLLM 0.33), or any."""
+    for one in (spec, UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=spec)):
+        with pytest.raises(LayoutRefused, match=type(spec).__name__):
+            kv_cache_specs.keeps_of(one)
+
+
 def config_of(**values: Any) -> SimpleNamespace:
     """A model's configuration, as transformers has it."""
     return SimpleNamespace(to_dict=lambda: values, **values)
