@@ -131,6 +131,10 @@ def kv_heads_of(*configs: Any) -> set[int]:
     return found
 
 
+_IN_CELLS = frozenset({"NONE", "FP8_PER_TENSOR"})
+"""Modes of quantization whose cells have all that belongs to them, besides those with scales per token and head."""
+
+
 def odd_cells(spec: Any) -> str:
     """Why cells of such layers are not one token of one head each, in vLLM's terms; "" if they are."""
     known = vars(spec)
@@ -139,7 +143,9 @@ def odd_cells(spec: Any) -> str:
     if known.get("tokens_per_state", 1) != 1:
         return f"tokens_per_state {known['tokens_per_state']}"
     mode = known.get("kv_quant_mode")
-    return f"kv_quant_mode {mode.name}" if mode is not None and "NVFP4" in mode.name else ""
+    # Others may have scales behind all data of a block (NVFP4; TurboQuant with FlyDSL).
+    is_known = mode is None or mode.name in _IN_CELLS or mode.name.endswith("_PER_TOKEN_HEAD")
+    return "" if is_known else f"kv_quant_mode {mode.name}"
 
 
 def unserved_states(specs: Iterable[Any], vllm_config: Any) -> list[tuple[str, str]]:

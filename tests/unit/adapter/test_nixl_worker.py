@@ -268,7 +268,10 @@ def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType], monke
         ({"num_head_slots": 2}, "num_head_slots 2 for 4 heads"),
         ({"num_head_slots": 4}, "num_head_slots 4 for 4 heads"),
         ({"tokens_per_state": 4}, "tokens_per_state 4"),
-        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, "kv_quant_mode NVFP4"),
+        *(
+            ({"kv_quant_mode": SimpleNamespace(name=name)}, f"kv_quant_mode {name}")
+            for name in ("NVFP4", "NVFP4_DS_MLA", "TURBOQUANT_4BIT_NC", "ULTRAQUANT_4BIT", "OCTAVE_K3V4", "CUSTOM")
+        ),
     ],
 )
 def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
@@ -277,9 +280,10 @@ def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[st
     vars(spec).update(fields)
     with pytest.raises(LayoutRefused, match=words):
         worker(kv_cache_config=cache_of(spec)).groups()
-    spec = FullAttentionSpec()
-    vars(spec).update(num_head_slots=None, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))
-    assert worker(kv_cache_config=cache_of(spec)).groups()
+    for name in ("NONE", "FP8_PER_TENSOR", "INT4_PER_TOKEN_HEAD"):
+        spec = FullAttentionSpec()
+        vars(spec).update(num_head_slots=None, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name=name))
+        assert worker(kv_cache_config=cache_of(spec)).groups()
 
 
 @pytest.mark.parametrize(
