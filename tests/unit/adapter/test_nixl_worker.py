@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,8 @@ _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 @pytest.fixture(autouse=True)
 def envs(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that knows nothing of ROCm."""
-    make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
+    found = make_module("vllm.envs", "VLLM_VIDEO_LOADER_BACKEND = 'opencv'")
+    make_module("vllm").envs = found  # type: ignore[attr-defined]
     monkeypatch.setattr(nixl_worker, "_is_rocm", lambda: False)
     monkeypatch.setattr(nixl_worker, "dims_first", lambda: False)
 
@@ -468,6 +470,36 @@ def test_every_option_of_media_is_a_fact_but_limits_and_caches(option: str, is_f
         for value in (True, False)
     )
     assert (one != other) is is_fact
+
+
+@pytest.mark.parametrize("library", ["transformers", "torchvision", "pillow", "torchcodec"])
+def test_what_turns_a_file_into_pixels_is_a_fact(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's hash of an image is that of its file, and transformers prepares it with torchvision if that is there."""
+    installed = {"transformers": "5.5.3", "pillow": "13.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError
+        return installed[name]
+
+    def media() -> set[tuple[str, str]]:
+        return set(worker(is_multimodal_model=True, multimodal_config=SimpleNamespace()).facts)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    plain, text = media(), worker().facts
+    installed[library] = "99"
+    assert {name for name, _ in media() ^ plain} == {f"media.{library}"}
+    assert worker().facts == text, "only where there are media"
+
+
+def test_what_decodes_videos_is_a_fact(make_module: Callable[..., ModuleType]) -> None:
+    def media() -> dict[str, str]:
+        return dict(worker(is_multimodal_model=True, multimodal_config=SimpleNamespace()).facts)
+
+    plain = media()
+    found = make_module("vllm.envs", "VLLM_VIDEO_LOADER_BACKEND = 'torchcodec'")
+    make_module("vllm").envs = found  # type: ignore[attr-defined]
+    assert dict(media().items() - plain.items()) == {"media.videos": "torchcodec"}
 
 
 def test_drafts_that_compute_kv_are_a_fact() -> None:
