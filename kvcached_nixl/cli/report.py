@@ -35,7 +35,8 @@ COMPARED: Mapping[str, str] = MappingProxyType(
         "configuration": (
             "the model's, setting by setting, with overrides (rope, windows), its dtype, quantization, implementation, "
             "code that computes and is not vLLM's, rotary angles that follow from `--max-model-len`, and how media are "
-            "processed (options, and the model's own files and code for it)"
+            "processed (options, the model's own files and code for it, and versions of what decodes and prepares "
+            "them: transformers, torchvision, Pillow, OpenCV, ...)"
         ),
         "draft models": "as the model, where their KV is in the cache; drafts without a model (ngram) are not compared",
         "LoRA": (

@@ -140,14 +140,18 @@ class SchedulerFacade:
         )
         return None if due_at is None else max(0.0, due_at - self.engine.clock.now_seconds())
 
+    @property
+    def may_offer(self) -> bool:
+        """Whether KV is offered that requests ask for: nobody would fetch what a decode server's client has offered."""
+        return self._accepts_params or self.engine.stock.is_producer
+
     def arrived(self, request: RequestView, *, may_hold: bool = True) -> bool:
         """A request has entered the engine. Returns whether it is to be held: a prefill server is asked for its KV."""
         self.outdate_renamed()
         if not self._accepts_params:
             request.refuse_prefill()
         self.fetching.arrived(request)
-        # Nobody would fetch what a client of a decode server has offered.
-        if self._accepts_params or self.engine.stock.is_producer:
+        if self.may_offer:
             self.offering.arrived(request)
         return may_hold and self.asking.arrived(request)
 

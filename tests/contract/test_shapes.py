@@ -17,10 +17,11 @@ from support.shapes.fixture import SERIES, VLLM_PATCHES, load, verdicts
 from vllm.config import VllmConfig, speculative
 from vllm.config.speculative import EagleModelTypes, SpeculativeConfig, SpeculativeMethod
 from vllm.config.utils import replace
+from vllm.v1 import kv_cache_interface
 
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.patching.patch import find_seat, locate
-from kvcached_nixl.vllm.adapter.specs import WITHOUT_KV, keeps_draft_kv
+from kvcached_nixl.vllm.adapter.specs import KEEPS, WITHOUT_KV, keeps_draft_kv
 from kvcached_nixl.vllm.adapter.versions import found_version
 from kvcached_nixl.vllm.patches import naming
 
@@ -53,6 +54,21 @@ def test_a_patch_stands_where_the_fixture_says_with_its_parameters(shape: dict[s
     made: dict[str, Any] = {}
     exec(f"def method({text}: ...", made)
     assert parameters == list(inspect.signature(made["method"]).parameters.values())
+
+
+REFUSED = frozenset(
+    {
+        *("EncoderOnlyAttentionSpec", "CrossAttentionSpec", "CircularBufferSpec"),
+        *("HiSparseHotSpec", "HiSparseResidentSpec", "TQFullAttentionSpec"),
+    }
+)
+NO_LAYERS = frozenset({"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs", "KVCacheGroupSpec"})
+
+
+def test_every_kind_of_cache_is_known_or_refused() -> None:
+    """One that this vLLM adds is looked at before it is served."""
+    found = {name for name in vars(kv_cache_interface) if name.endswith(("Spec", "Specs"))}
+    assert KEEPS.keys() <= found - NO_LAYERS <= KEEPS.keys() | REFUSED
 
 
 METHODS = frozenset(get_args(SpeculativeMethod))

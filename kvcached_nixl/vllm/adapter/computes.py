@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model computes with, besides configuration and vLLM's version: every tensor that it holds, wherever it is;
-choices that its modules made when they were built; and Python code that is not vLLM's."""
+choices that its modules made when they were built; Python code that is not vLLM's; and what prepares media (images,
+sounds, ...) for its encoder."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import inspect
 import sys
 import types
@@ -17,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcached_nixl.identity.memory import Reading
-from kvcached_nixl.vllm.adapter.attributes import optional
+from kvcached_nixl.vllm.adapter.attributes import optional, private
 from kvcached_nixl.vllm.adapter.versions import found_version
 
 _LORA = "vllm.lora."
@@ -145,6 +148,12 @@ _VLLMS = frozenset({"vllm", "torch", *sys.stdlib_module_names})
 """Packages whose code is the same where vLLM is."""
 _BY_VERSION = frozenset({"transformers"})
 _EXTENDED = ("vllm.", "torch.nn.")
+_PREPARE = (
+    *("transformers", "mistral_common", "torchvision", "torchaudio", "kaldi-native-fbank"),
+    *("pillow", "opencv-python-headless", "opencv-python", "av", "torchcodec", "PyNvVideoCodec"),
+)
+"""Distributions. What they make of a file is not in vLLM's hash of media: that is of the file, or of a sound's samples.
+Which of them transformers takes depends on what is installed."""
 
 
 def code_and_choices(model: torch.nn.Module) -> frozenset[str]:
@@ -191,3 +200,14 @@ def _own_code(kinds: Iterable[type]) -> Iterator[str]:
         for value in vars(module).values():
             used = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
             waiting.add(used if isinstance(used, str) else "")
+
+
+def prepares_media() -> Iterator[tuple[str, str]]:
+    """What turns media into an encoder's input besides the model's own files and code: (name, version or choice)."""
+    from vllm import envs
+
+    yield "media.videos", private(envs, "VLLM_VIDEO_LOADER_BACKEND")
+    for name in _PREPARE:
+        # Not what a module states: whether it is imported already differs between two processes.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield f"media.{name}", importlib.metadata.version(name)

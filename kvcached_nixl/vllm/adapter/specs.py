@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from kvcached_nixl.errors import LayoutRefused
 from kvcached_nixl.vllm.adapter.attributes import optional
 from kvcached_nixl.vllm.adapter.versions import (
     COUNTS_EXTERNAL_WEIGHTS,
@@ -46,15 +48,35 @@ def is_state(spec: Any) -> bool:
     return any(cls.__name__ == "MambaSpec" for cls in type(spec).__mro__)
 
 
+KEEPS = MappingProxyType(
+    {
+        "FullAttentionSpec": Keeps.EVERYTHING,
+        "MLAAttentionSpec": Keeps.EVERYTHING,
+        "HiddenStateCacheSpec": Keeps.EVERYTHING,
+        "SinkFullAttentionSpec": Keeps.EVERYTHING,
+        "RSWASpec": Keeps.WINDOW,
+        "SlidingWindowSpec": Keeps.WINDOW,
+        "SlidingWindowMLASpec": Keeps.WINDOW,
+        "ChunkedLocalAttentionSpec": Keeps.WINDOW,
+        "MambaSpec": Keeps.STATE,
+    }
+)
+"""Which blocks of a request vLLM's manager keeps until the request ends, by the kind of a layer. Not by base classes: a
+kind of its own may have a manager of its own."""
+
+
 def keeps_of(kv_cache_spec: Any) -> Keeps:
-    """Which blocks of a request vLLM's manager keeps for a KV-cache group until the request ends."""
-    found = set()
-    for spec in specs_of(kv_cache_spec):
-        is_full = any(cls.__name__ == "FullAttentionSpec" for cls in type(spec).__mro__)
-        if is_state(spec):
-            found.add(Keeps.STATE)
-        else:
-            found.add(Keeps.EVERYTHING if is_full and type(spec).__name__ != "RSWASpec" else Keeps.WINDOW)
+    """Which blocks of a request vLLM's manager keeps for a KV-cache group until the request ends. Raises
+    `LayoutRefused`: it is not known."""
+    kinds = {type(spec).__name__ for spec in specs_of(kv_cache_spec)}
+    if unknown := kinds - KEEPS.keys():
+        raise LayoutRefused(
+            found=f"a KV cache of the kind {', '.join(sorted(unknown))}",
+            expected=f"one of {', '.join(KEEPS)}",
+            consequence="it is not known which blocks a request keeps; the engine stops",
+            remedy="choose another model or --kv-cache-dtype, or run without ENABLE_KVCACHED",
+        )
+    found = {KEEPS[kind] for kind in kinds}
     return found.pop() if len(found) == 1 else Keeps.WINDOW
 
 
@@ -109,6 +131,10 @@ def kv_heads_of(*configs: Any) -> set[int]:
     return found
 
 
+_IN_CELLS = frozenset({"NONE", "FP8_PER_TENSOR"})
+"""Modes of quantization whose cells have all that belongs to them, besides those with scales per token and head."""
+
+
 def odd_cells(spec: Any) -> str:
     """Why cells of such layers are not one token of one head each, in vLLM's terms; "" if they are."""
     known = vars(spec)
@@ -117,7 +143,9 @@ def odd_cells(spec: Any) -> str:
     if known.get("tokens_per_state", 1) != 1:
         return f"tokens_per_state {known['tokens_per_state']}"
     mode = known.get("kv_quant_mode")
-    return f"kv_quant_mode {mode.name}" if mode is not None and "NVFP4" in mode.name else ""
+    # Others may have scales behind all data of a block (NVFP4; TurboQuant with FlyDSL).
+    is_known = mode is None or mode.name in _IN_CELLS or mode.name.endswith("_PER_TOKEN_HEAD")
+    return "" if is_known else f"kv_quant_mode {mode.name}"
 
 
 def unserved_states(specs: Iterable[Any], vllm_config: Any) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from kvcached_nixl.identity.history import ModelReading, WeightsHistory, joined
 from kvcached_nixl.identity.memory import Reading, read
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import optional, private
-from kvcached_nixl.vllm.adapter.computes import code_and_choices, held_by, read_by_kernel
+from kvcached_nixl.vllm.adapter.computes import code_and_choices, held_by, prepares_media, read_by_kernel
 from kvcached_nixl.vllm.adapter.locate import LOADER_BASE
 from kvcached_nixl.vllm.adapter.specs import keeps_draft_kv
 from kvcached_nixl.wire.handshake import Weights
@@ -215,6 +215,7 @@ def model_facts(config: Any) -> dict[str, object]:
         if scales := optional(media, "mm_encoder_fp8_scale_path"):
             chosen["scales"] = hashlib.blake2b(Path(scales).read_bytes()).hexdigest()
         facts["media"] = f"{checksum_of(chosen)} {_processor(model) or '-'}"
+        facts.update(prepares_media())
     speculative = config.speculative_config
     if keeps_draft_kv(speculative):
         draft = speculative.draft_model_config

@@ -117,7 +117,8 @@ def preprocess_add_request(call: Call) -> Any:
     if any(side.engine.groups.have_states for side in sides_here):
         align_chunks(call.instance.scheduler)
         draft_behind_prompts(call.instance.scheduler)
-        stop_before_last(request)
+        if any(side.may_offer for side in sides_here):
+            stop_before_last(request)
     found = call.proceed()
     made, _ = found
     if sides_here and made.kv_transfer_params is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,8 @@ _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 @pytest.fixture(autouse=True)
 def envs(make_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that knows nothing of ROCm."""
-    make_module("vllm").envs = make_module("vllm.envs")  # type: ignore[attr-defined]
+    found = make_module("vllm.envs", "VLLM_VIDEO_LOADER_BACKEND = 'opencv'")
+    make_module("vllm").envs = found  # type: ignore[attr-defined]
     monkeypatch.setattr(nixl_worker, "_is_rocm", lambda: False)
     monkeypatch.setattr(nixl_worker, "dims_first", lambda: False)
 
@@ -158,6 +160,22 @@ def test_who_drops_blocks_is_told_by_the_kind_of_its_layers(spec: Any, keeps: Ke
     assert kv_cache_specs.keeps_of(spec) is keeps
 
 
+class CircularBufferSpec:
+    pass
+
+
+class OfSomebodys(FullAttentionSpec):
+    pass
+
+
+@pytest.mark.parametrize("spec", [CircularBufferSpec(), OfSomebodys()], ids=lambda spec: type(spec).__name__)
+def test_a_kind_of_cache_that_is_not_known_is_refused(spec: Any) -> None:
+    """Its manager may keep one block of a request (vLLM 0.33), or any."""
+    for one in (spec, UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=spec)):
+        with pytest.raises(LayoutRefused, match=type(spec).__name__):
+            kv_cache_specs.keeps_of(one)
+
+
 def config_of(**values: Any) -> SimpleNamespace:
     """A model's configuration, as transformers has it."""
     return SimpleNamespace(to_dict=lambda: values, **values)
@@ -253,7 +271,10 @@ def test_a_shuffled_cache_is_named(make_module: Callable[..., ModuleType], monke
         ({"num_head_slots": 2}, "num_head_slots 2 for 4 heads"),
         ({"num_head_slots": 4}, "num_head_slots 4 for 4 heads"),
         ({"tokens_per_state": 4}, "tokens_per_state 4"),
-        ({"kv_quant_mode": SimpleNamespace(name="NVFP4")}, "kv_quant_mode NVFP4"),
+        *(
+            ({"kv_quant_mode": SimpleNamespace(name=name)}, f"kv_quant_mode {name}")
+            for name in ("NVFP4", "NVFP4_DS_MLA", "TURBOQUANT_4BIT_NC", "ULTRAQUANT_4BIT", "OCTAVE_K3V4", "CUSTOM")
+        ),
     ],
 )
 def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
@@ -262,9 +283,10 @@ def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[st
     vars(spec).update(fields)
     with pytest.raises(LayoutRefused, match=words):
         worker(kv_cache_config=cache_of(spec)).groups()
-    spec = FullAttentionSpec()
-    vars(spec).update(num_head_slots=None, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))
-    assert worker(kv_cache_config=cache_of(spec)).groups()
+    for name in ("NONE", "FP8_PER_TENSOR", "INT4_PER_TOKEN_HEAD"):
+        spec = FullAttentionSpec()
+        vars(spec).update(num_head_slots=None, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name=name))
+        assert worker(kv_cache_config=cache_of(spec)).groups()
 
 
 @pytest.mark.parametrize(
@@ -449,6 +471,36 @@ def test_every_option_of_media_is_a_fact_but_limits_and_caches(option: str, is_f
         for value in (True, False)
     )
     assert (one != other) is is_fact
+
+
+@pytest.mark.parametrize("library", ["transformers", "torchvision", "pillow", "torchcodec"])
+def test_what_turns_a_file_into_pixels_is_a_fact(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's hash of an image is that of its file, and transformers prepares it with torchvision if that is there."""
+    installed = {"transformers": "5.5.3", "pillow": "13.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError
+        return installed[name]
+
+    def media() -> set[tuple[str, str]]:
+        return set(worker(is_multimodal_model=True, multimodal_config=SimpleNamespace()).facts)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    plain, text = media(), worker().facts
+    installed[library] = "99"
+    assert {name for name, _ in media() ^ plain} == {f"media.{library}"}
+    assert worker().facts == text, "only where there are media"
+
+
+def test_what_decodes_videos_is_a_fact(make_module: Callable[..., ModuleType]) -> None:
+    def media() -> dict[str, str]:
+        return dict(worker(is_multimodal_model=True, multimodal_config=SimpleNamespace()).facts)
+
+    plain = media()
+    found = make_module("vllm.envs", "VLLM_VIDEO_LOADER_BACKEND = 'torchcodec'")
+    make_module("vllm").envs = found  # type: ignore[attr-defined]
+    assert dict(media().items() - plain.items()) == {"media.videos": "torchcodec"}
 
 
 def test_drafts_that_compute_kv_are_a_fact() -> None:

@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from support.clocks import ManualClock
+from support.engine_fakes import Pool, context, with_states
 
 from kvcached_nixl.patching import Call
+from kvcached_nixl.scheduler.asking.settings import AskSettings
+from kvcached_nixl.scheduler.facade import SchedulerFacade
 from kvcached_nixl.vllm.adapter.requests import RequestView
+from kvcached_nixl.vllm.patches import arrival
 from kvcached_nixl.vllm.patches.arrival import Arrival, add_request, arrival_of, stop_before_last
 
 
@@ -59,6 +65,7 @@ class Sampling(msgspec.Struct):
     extra_args: dict[str, Any] | None = None
     max_tokens: int | None = 100
     min_tokens: int = 3
+    all_stop_token_ids: set[int] = set()
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: list[list[int]] | None = None
 
@@ -70,6 +77,8 @@ class CoreRequest(msgspec.Struct):
     mm_features: list[Any] | None = None
     sampling_params: Sampling | None = None
     resumable: bool = False
+    abort_immediately: bool = False
+    lora_request: Any = None
 
 
 def asked(params: Any = SEND, num_tokens: int = 5, **changed: Any) -> CoreRequest:
@@ -96,6 +105,37 @@ def test_what_the_client_holds_is_left_alone() -> None:
     stop_before_last(request)
     assert len(tokens) == 5 and sampling.max_tokens == 100
     assert sampling.extra_args == {"kv_transfer_params": SEND, "other": 1}
+
+
+@pytest.mark.parametrize(
+    ("servers", "accepts_params", "is_producer", "length"),
+    [
+        (("http://p",), False, False, 5),
+        (("http://p",), True, False, 4),
+        (("http://p",), False, True, 4),
+        ((), False, False, 4),
+    ],
+)
+def test_a_server_that_offers_nothing_computes_the_whole_prompt(
+    servers: tuple[str, ...], accepts_params: bool, is_producer: bool, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of a decode server says do_remote_decode: it would get one token, of a prompt without its last one."""
+    asks = AskSettings(servers, accepts_params=accepts_params)
+    side = SchedulerFacade(context(Pool(), ManualClock(), groups=with_states(), is_producer=is_producer), asks)
+    monkeypatch.setattr(arrival, "bound_sides", lambda _: iter([side]))
+    for name in ("align_chunks", "draft_behind_prompts", "identify_if_due"):
+        monkeypatch.setattr(arrival, name, lambda _: None)
+
+    def preprocess_add_request(request: CoreRequest) -> tuple[Any, int]:
+        return SimpleNamespace(kv_transfer_params=None), 0
+
+    config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 1000))
+    core = SimpleNamespace(scheduler=SimpleNamespace(), vllm_config=config)
+    signature, request = inspect.signature(preprocess_add_request), asked()
+    arrival.preprocess_add_request.wrapper(Call(preprocess_add_request, core, (request,), {}, signature))
+    side.close()
+    assert len(request.prompt_token_ids or ()) == length
+    assert request.sampling_params is not None and request.sampling_params.max_tokens == (100 if length == 5 else 1)
 
 
 def test_embeddings_alone_are_cut_as_well() -> None:
