@@ -56,7 +56,10 @@ class Asking:
         # long as the longest request.
         self._block_tokens = min(one.block_size for one in engine.groups.all)
         silence_seconds = engine.settings.handover_timeout_seconds
-        self.servers = Servers(settings.servers, clock, silence_seconds, self._block_tokens, engine.woken)
+        # What no server gives may be computed here.
+        self._computes = engine.stock.recomputes and not settings.is_required
+        more: dict[str, Any] = {"computes": self._computes, "woken": engine.woken}
+        self.servers = Servers(settings.servers, clock, silence_seconds, self._block_tokens, **more)
         break_even = BreakEven(clock, most_tokens, settings.max_local_prefill_tokens)
         self.local = LocalPrefills(most_tokens // 4, break_even)
         self.questions = Questions(self.servers, asker, engine.own.engine_id, is_required=settings.is_required)
@@ -65,8 +68,6 @@ class Asking:
         # keep for each other.
         self._pushes = engine.is_push and not settings.is_asked
         self._is_required = settings.is_required
-        # What no server gives may be computed here.
-        self._computes = engine.stock.recomputes and not settings.is_required
         self._wanted: dict[str, Wanted] = {}
         self._queue = Queue()
         # Requests that vLLM has in its queue, and that are to be held.
@@ -327,6 +328,7 @@ class Asking:
 
     def _is_asked_for(self, wanted: Wanted, server: Server) -> None:
         wanted.tried.append(server)
+        self.servers.tries(server, wanted)
         self._limit.asked(wanted.request.request_id)
         self._queue.leads(wanted)
 

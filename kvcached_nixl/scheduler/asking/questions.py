@@ -15,7 +15,7 @@ import msgspec
 
 from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.local import BreakEven
-from kvcached_nixl.scheduler.asking.servers import Choice, Server, Servers
+from kvcached_nixl.scheduler.asking.servers import LONGEST_PAUSE_SECONDS, Choice, Server, Servers
 from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import AskingFigures, Ended
@@ -32,11 +32,11 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 0.1, 1.0
 """How long answers to look-ups are waited for: half as long as the KV itself is likely to take."""
 
 _OF_SERVER = (FailureCause.UNREACHABLE, FailureCause.LOST, FailureCause.RESTARTED)
-_OF_PREFILL = (
-    *(FailureCause.PARAMETERS, FailureCause.NO_MANIFEST, FailureCause.DIGEST, FailureCause.REFUSED),
-    *(FailureCause.PROTOCOL, FailureCause.CHECKSUM),
+_OF_DECODE = (
+    *(FailureCause.REVOKED, FailureCause.QUARANTINE, FailureCause.NO_BLOCKS, FailureCause.MEDIA),
+    FailureCause.QUEUE_TIMEOUT,
 )
-"""Prefill may be to blame, or this prompt."""
+"""For all others prefill may be to blame, or this prompt."""
 Found: TypeAlias = Mapping[str, Any] | Outcome
 """``kv_transfer_params`` of a server, or why there are none."""
 
@@ -128,14 +128,23 @@ class Questions:
 
     def lost(self, wanted: Wanted, failure: HandOverFailed) -> Outcome:
         """The KV of a request that goes on does not come."""
-        cause, is_of_adapter = failure.cause, failure.cause is FailureCause.DIGEST and bool(wanted.question.adapter)
-        is_of_engine = wanted.named is not None and cause is FailureCause.UNREACHABLE
+        cause, has_adapter = failure.cause, bool(wanted.question.adapter)
+        is_of_adapter = has_adapter and cause is FailureCause.DIGEST
+        # Where prefill sends KV, an adapter of another version is found by an answer only.
+        is_unproven = cause is FailureCause.UNREACHABLE or (has_adapter and cause is FailureCause.DEADLINE)
+        is_of_engine = wanted.named is not None and is_unproven
         is_of_server = cause in _OF_SERVER and not is_of_engine
+        # A server whose KV never comes costs a prompt a whole timeout, and its blocks for longer.
+        pause_seconds = LONGEST_PAUSE_SECONDS if cause is FailureCause.DEADLINE else 0.0
         outcome = Outcome(
-            str(failure), is_of_server=is_of_server, is_of_adapter=is_of_adapter, is_of_engine=is_of_engine
+            str(failure),
+            is_of_server=is_of_server,
+            is_of_adapter=is_of_adapter,
+            is_of_engine=is_of_engine,
+            retry_after_seconds=pause_seconds,
         )
         self.close(wanted, outcome.ended)
-        if outcome.is_of_server or is_of_engine or cause in _OF_PREFILL:
+        if cause not in _OF_DECODE:
             self._charge(wanted, outcome)
         return outcome
 

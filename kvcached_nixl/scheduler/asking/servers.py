@@ -5,7 +5,8 @@ What a server was asked for before, it may have cached. vLLM's hash of a block s
 adapter, the media and the salt; the least recently used hashes are forgotten.
 
 A server that cannot be reached, or is busy, rests: it is not asked for a while, which doubles with each failure in a
-row and is jittered. One that fails for one prompt rests only if it has failed for several in a row. One that refuses
+row and is jittered. One that fails for one prompt rests only if it has failed for several in a row. Then one prompt
+shows whether it serves again, while others go elsewhere: it may answer at once, and its KV never come. One that refuses
 several in a row is asked after the others for a while: it may be an odd server that would get all prompts, because it
 has nothing to compute.
 """
@@ -21,7 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -48,6 +49,14 @@ STRIDE = 4
 """Of every so many blocks the hash of one is remembered."""
 
 
+class Trial(Protocol):
+    """A request whose KV shows whether a server serves again."""
+
+    @property
+    def server(self) -> Server | None:
+        """The one that is asked for it now, or whose KV it fetches."""
+
+
 @dataclass(eq=False)
 class Server:
     """One prefill server.
@@ -62,6 +71,7 @@ class Server:
         num_outages: how often it could not be reached.
         failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
+        trial: the last that it was asked for after a failure; None if it serves again.
         refused_seconds: when it has refused a prompt last.
         last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
         checked_seconds: when it was asked last whether it is well.
@@ -83,6 +93,7 @@ class Server:
     num_outages: int = 0
     failure: Outcome | None = None
     rests_until_seconds: float = 0.0
+    trial: Trial | None = None
     refused_seconds: float = 0.0
     last_sign_seconds: float = 0.0
     checked_seconds: float = 0.0
@@ -131,6 +142,7 @@ class Servers:
     Args:
         silence_seconds: a server that owes answers and gives none for so long is checked.
         block_tokens: of the blocks that prompts are hashed by.
+        computes: decode computes what no server gives.
         woken: called on another thread when there are addresses to take.
 
     Attributes:
@@ -140,11 +152,19 @@ class Servers:
     """
 
     def __init__(
-        self, urls: Sequence[str], clock: Clock, silence_seconds: float, block_tokens: int, woken: Callable[[], None]
+        self,
+        urls: Sequence[str],
+        clock: Clock,
+        silence_seconds: float,
+        block_tokens: int,
+        *,
+        computes: bool,
+        woken: Callable[[], None],
     ) -> None:
         self.clock = clock
         self._block_tokens = block_tokens
         self._silence_seconds = silence_seconds
+        self._computes = computes
         self.random = random.Random()
         self.resolver = Resolver(urls, woken)
         self.all = [Server(url) for url in urls]
@@ -182,8 +202,7 @@ class Servers:
             return cached.get(one, num_known if one is knowing else 0)
 
         def order(one: Server) -> tuple[bool, bool, bool, bool, bool, bool, float, int]:
-            rests_seconds = max(0.0, one.rests_until_seconds - now)
-            rests = rests_seconds > 0
+            rests, rests_seconds = self.rests(one), max(0.0, one.rests_until_seconds - now)
             num_here = (num_tokens - may_have(one)) * (2 if one.has_clients else 1)
             refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.refused_seconds + LONGEST_PAUSE_SECONDS
             last = refuses, rests and not one.is_busy, rests_seconds, one.num_tokens(now) + num_here
@@ -212,7 +231,17 @@ class Servers:
         return sorted(found, key=lambda one: one is not knowing)[:most]
 
     def rests(self, server: Server) -> bool:
-        return server.rests_until_seconds > self.clock.now_seconds()
+        """Whether a server is not asked now: its pause lasts, or it is on trial. That counts only if decode computes
+        the others, or another server may: where all have failed, each prompt would wait for those before it."""
+        if server.trial is not None and server.trial.server is not server:
+            server.trial = None
+        is_on_trial = server.trial is not None and (self._computes or any(map(_is_reached, self.all)))
+        return is_on_trial or server.rests_until_seconds > self.clock.now_seconds()
+
+    def tries(self, server: Server, trial: Trial) -> None:
+        """A server is asked for a request, or what it has cached is fetched."""
+        if server.failure is not None and not server.is_busy:
+            server.trial = trial
 
     def asked(self, server: Server, number: int, num_tokens: int, hashes: Sequence[bytes]) -> None:
         """A server is asked for a prompt with these blocks, of which so many tokens may not be cached there."""
@@ -251,7 +280,7 @@ class Servers:
     def served(self, server: Server) -> None:
         if server.failure is not None:
             logger.info("Prefill server %s serves again", server)
-        server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0
+        server.num_failures, server.failure, server.rests_until_seconds, server.trial = 0, None, 0.0, None
 
     def judged(self, server: Server, outcome: Outcome) -> Outcome:
         """What to make of an outcome: a server that is busy for too long, and answers nobody meanwhile, is a balancer
@@ -318,6 +347,10 @@ class Servers:
             if server is not None and server.num_outages == num_outages:
                 return server, (place + 1) * self._block_tokens
         return None, 0
+
+
+def _is_reached(server: Server) -> bool:
+    return (server.failure is None or server.is_busy) and not server.is_own
 
 
 EVERY_SECONDS = 5.0

@@ -88,6 +88,11 @@ class Wanted:
     passed_since_seconds: float = 0.0
 
     @property
+    def server(self) -> Server | None:
+        """The one that is asked for it now, or whose KV it fetches."""
+        return self.tried[-1] if self.tried and self.stage in (Stage.ASKED, Stage.FETCHING) else None
+
+    @property
     def choice(self) -> tuple[Collection[Server], Collection[Server], Sequence[bytes], int, Mapping[Server, int]]:
         """What `Servers.choose` takes."""
         return self.tried, self.lacking, self.hashes, self.request.num_prompt_tokens, self.cached

@@ -8,9 +8,10 @@ import pytest
 from support.engine_fakes import with_states
 
 from kvcached_nixl.scheduler.asking.wanted import GRAMMAR_SECONDS
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.question import Outcome
 
-from .test_asking import ANSWER, BLOCK, BUSY, ODD, Decode, Request
+from .test_asking import ANSWER, BLOCK, BUSY, DEAD, ODD, Decode, Request, Step
 
 MISSING = Outcome("HTTP 404: the model `new` does not exist", is_final=True)
 KILLED = Outcome("Server disconnected", is_of_server=True, has_prompt=True)
@@ -198,3 +199,72 @@ def test_a_grammar_that_is_compiled_is_no_wait_for_a_server() -> None:
     decode.clock.advance(GRAMMAR_SECONDS)
     decode.turn()
     assert decode.is_asked("a")
+
+
+OF_DECODE = {"revoked", "quarantine", "no_blocks", "media", "queue_timeout"}
+
+
+@pytest.mark.parametrize("cause", [*FailureCause], ids=lambda one: one.label)
+def test_a_server_that_answers_and_whose_kv_never_comes_is_asked_less(cause: FailureCause) -> None:
+    """It answers at once, so it seems to have nothing to do. For what is decode's own it does not pay."""
+    decode = Decode("http://bad", "http://good", num_free=10_000)
+    asked = [fails(decode, f"r{place}", cause) for place in range(40)]
+    assert not decode.by_url("http://bad").num_failures if cause.label in OF_DECODE else sum(asked) <= 5
+
+
+def fails(decode: Decode, name: str, cause: FailureCause) -> bool:
+    """Whether the server whose KV does not come was asked for a prompt."""
+    decode.arrives(name)
+    decode.answers(name)
+    is_bad = decode.url(name) == "http://bad"
+    if is_bad:
+        decode.fetching.failures[name] = HandOverFailed(cause, "it did not come")
+        assert decode.asking.holds_again(decode.blocks.requests[name])  # type: ignore[arg-type]
+        decode.turn()
+    decode.asking.gone(name)
+    return is_bad
+
+
+WELL = Outcome("")
+"""Of a server that has failed for nobody."""
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "other", "expected"),
+    [
+        (True, None, "computed"),
+        (True, WELL, "http://p2"),
+        (True, BUSY, "waits"),
+        (True, DEAD, "computed"),
+        (False, None, "http://p1"),
+        (False, WELL, "http://p2"),
+        (False, BUSY, "waits"),
+        (False, DEAD, "http://p1"),
+    ],
+)
+@pytest.mark.parametrize("is_answered", [False, True], ids=["asked", "fetched"])
+def test_one_prompt_shows_whether_a_server_serves_again(
+    recomputes: bool, other: Outcome | None, expected: str, is_answered: bool
+) -> None:
+    """Others need not wait for that, unless a server that is only busy has KV for them."""
+    decode = Decode("http://p1", *(["http://p2"] if other else []), recomputes=recomputes, num_free=10_000)
+    servers, second = decode.asking.servers, decode.asking.servers.all[1:]
+    servers.failed(decode.by_url("http://p1"), DEAD)
+    for one in second:
+        one.asked[10**6] = 4096, 0.0
+    decode.clock.advance(1)
+    decode.arrives("trial")
+    assert decode.url("trial") == "http://p1"
+    if is_answered:
+        decode.answers("trial")
+    if other in (BUSY, DEAD):
+        servers.failed(decode.by_url("http://p2"), other)
+    decode.arrives("a")
+    found = "computed" if "a" in decode.fetching.refused else decode.url("a") if decode.is_asked("a") else "waits"
+    assert found == expected
+    if not is_answered:
+        decode.answers("trial")
+    decode.asking.computed([Step("trial")])  # type: ignore[list-item]
+    decode.arrives("b")
+    assert decode.url("b") == "http://p1"
+    assert decode.is_asked("a") or expected == "computed", "it waits no longer"
