@@ -73,20 +73,25 @@ class Asking:
         # Requests that vLLM has in its queue, and that are to be held.
         self._to_hold: list[str] = []
         self._num_arrived = 0
-        # When the server may be asked that those who wait are waiting for.
-        self._rested_at_seconds: float | None = None
+        # Those who wait are waiting for a server that rests.
+        self._rests = False
         self.window = Window()
         self._limit = QueueLimit(clock, settings.queue_seconds)
 
     @property
     def has_news(self) -> bool:
-        return self._asker.has_answers or bool(self._queue.fresh)
+        return self._asker.has_answers or bool(self._queue.fresh) or (self._awaits_rested and self.servers.have_changed)
+
+    @property
+    def _awaits_rested(self) -> bool:
+        return self._rests or bool(self._queue.resting)
 
     @property
     def due_at_seconds(self) -> float | None:
         """When `turn` has to be called, whatever happens until then; None if it need not."""
         of_queue = self._queue.due_at_seconds, self._limit.deadlines.first_seconds
-        return earliest(self.servers.silent_at_seconds, self._rested_at_seconds, *of_queue)
+        rested_at_seconds = self.servers.rested_at_seconds if self._awaits_rested else None
+        return earliest(self.servers.silent_at_seconds, rested_at_seconds, *of_queue)
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
@@ -175,8 +180,11 @@ class Asking:
             wanted.stage = Stage.WAITING
             self._queue.push(wanted)
         self._refuse_late()
+        if self.servers.have_changed:
+            self._queue.wake()
+        self.servers.note_rests()
         may_begin |= self._look_up_fresh(may_compute=may_ask)
-        self._rested_at_seconds = None
+        self._rests = False
         if may_ask:
             may_begin |= self._ask_all()
         # Nobody renews the leases of what was offered and is not fetched at once.
@@ -275,7 +283,7 @@ class Asking:
                 continue
             now = self._engine.clock.now_seconds()
             wanted.passed_since_seconds = wanted.passed_since_seconds or now
-            if self._rested_at_seconds is not None or now > wanted.passed_since_seconds + PASSING_SECONDS:
+            if self._rests or now > wanted.passed_since_seconds + PASSING_SECONDS:
                 break
             passed += 1
         return may_begin
@@ -293,9 +301,9 @@ class Asking:
         choice = self.servers.choose(*wanted.choice)
         if rests and choice.server not in wanted.lacking and not self._replaces(choice.server):
             if wanted.lacking:
-                self._queue.rest(wanted, choice.server.rests_until_seconds)
+                self._queue.rest(wanted)
                 return True
-            self._rested_at_seconds = choice.server.rests_until_seconds
+            self._rests = True
             return False
         if self._goes_on_here(wanted, choice):
             return True

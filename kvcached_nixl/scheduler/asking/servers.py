@@ -147,6 +147,7 @@ class Servers:
 
     Attributes:
         all: at this moment.
+        rested_at_seconds: when the pause of the next one ends, as `note_rests` has found; None if none does.
         resolver: looks up where they are.
         random: decides between equals, and jitters pauses.
     """
@@ -168,6 +169,8 @@ class Servers:
         self.random = random.Random()
         self.resolver = Resolver(urls, woken)
         self.all = [Server(url) for url in urls]
+        self.rested_at_seconds: float | None = None
+        self._noted: frozenset[tuple[Server, bool]] = frozenset()
         # Not at their name's addresses any more, but they owe answers.
         self._leaving: list[Server] = []
         # With how often the server had failed then: one that was restarted has nothing cached.
@@ -237,6 +240,20 @@ class Servers:
             server.trial = None
         is_on_trial = server.trial is not None and (self._computes or any(map(_is_reached, self.all)))
         return is_on_trial or server.rests_until_seconds > self.clock.now_seconds()
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether one has come or gone, rests, or rests no longer, since `note_rests`."""
+        return self._noted != self._rests_now()
+
+    def note_rests(self) -> None:
+        now = self.clock.now_seconds()
+        pauses = (one.rests_until_seconds for one in self.all if one.rests_until_seconds > now)
+        self.rested_at_seconds = min(pauses, default=None)
+        self._noted = self._rests_now()
+
+    def _rests_now(self) -> frozenset[tuple[Server, bool]]:
+        return frozenset((one, self.rests(one)) for one in self.all)
 
     def tries(self, server: Server, trial: Trial) -> None:
         """A server is asked for a request, or what it has cached is fetched."""

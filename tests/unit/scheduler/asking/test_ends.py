@@ -189,6 +189,41 @@ def test_a_refused_prompt_is_not_asked_for_again_while_another_server_rests(
     assert "a" in decode.fetching.refused
 
 
+@pytest.mark.parametrize("event", ["p2 serves", "p2 gets another address", "p3 rests no longer"])
+def test_who_waits_for_its_adapter_is_asked_for_whenever_a_server_may_be_asked(event: str) -> None:
+    """p1 lacks it, p2 is busy for a minute, and p3 could not be reached."""
+    decode = Decode("http://p1", "http://p2", "http://p3", recomputes=False, num_free=10_000)
+    decode.names["http://p2"] = ("10.0.0.1",)
+    decode.turn()
+    says = {"http://p1": MISSING, "http://p2": msgspec.structs.replace(BUSY, retry_after_seconds=60.0)}
+    if event.startswith("p3"):
+        says["http://p3"] = DEAD
+    else:
+        decode.asking.servers.all.remove(decode.by_url("http://p3"))
+    decode.arrives("a", adapter="new")
+    for _ in says:
+        decode.answers("a", says[decode.url("a")])
+    assert decode.number("a") not in decode.asking.questions.asked and not decode.asking.has_news
+    if event == "p2 serves":
+        decode.asking.servers.served(decode.by_url("http://p2"))
+        assert decode.asking.has_news
+    elif event == "p2 gets another address":
+        decode.names["http://p2"] = ("10.0.0.1", "10.0.0.2")
+    else:
+        assert decode.asking.due_at_seconds == decode.by_url("http://p3").rests_until_seconds
+        decode.clock.advance(0.5)
+    decode.turn()
+    assert decode.number("a") in decode.asking.questions.asked and decode.url("a") == f"http://{event[:2]}"
+
+
+def test_who_waits_for_all_is_asked_for_when_the_first_may_be_asked() -> None:
+    decode = Decode("http://p1", "http://p2", recomputes=False, num_free=10_000)
+    for one, outcome in (("http://p1", DEAD), ("http://p2", BUSY)):
+        decode.asking.servers.failed(decode.by_url(one), outcome)
+    decode.arrives("a")
+    assert decode.asking.due_at_seconds == decode.by_url("http://p1").rests_until_seconds
+
+
 def test_a_grammar_that_is_compiled_is_no_wait_for_a_server() -> None:
     decode = Decode("http://p1", num_free=10_000, queue_seconds=5.0)
     decode.arrives("a", awaits_grammar=True)
