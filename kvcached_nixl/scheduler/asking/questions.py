@@ -108,9 +108,10 @@ class Questions:
         if isinstance(found, Outcome):
             return [self._failed(number, found)]
         server = wanted.tried[-1]
+        server.is_own = found.get("remote_engine_id") == self._own_engine_id
         self._servers.heard(server, engine_in(found))
         if (unusable := self.unusable(found, wanted)) is not None:
-            self._unneeded += (found,) if found.get("remote_engine_id") != self._own_engine_id else ()
+            self._unneeded += () if server.is_own else (found,)
             return [self._failed(number, unusable)]
         self.close(wanted, Ended.ANSWERED)
         overtaken = self._servers.answered(server, number, queued_tokens_in(found))

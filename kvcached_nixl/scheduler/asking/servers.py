@@ -193,8 +193,8 @@ class Servers:
         num_tokens: int,
         cached: Mapping[Server, int],
     ) -> Choice:
-        """Returns the one to ask next for a prompt of so many tokens. It does not lack what the prompt needs, does not
-        rest, was not tried yet, and has the fewest tokens to compute, the prompt's with them, but for those that it has
+        """Returns the one to ask next for a prompt of so many tokens. It is one of `those_for` it, does not rest, was
+        not tried yet, and has the fewest tokens to compute, the prompt's with them, but for those that it has
         ``cached``. The prompt's count twice where they slow a server's own clients. If all rest, it is one that is
         busy, or rests for the shortest time."""
         now = self.clock.now_seconds()
@@ -209,10 +209,15 @@ class Servers:
             num_here = (num_tokens - may_have(one)) * (2 if one.has_clients else 1)
             refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.refused_seconds + LONGEST_PAUSE_SECONDS
             last = refuses, rests and not one.is_busy, rests_seconds, one.num_tokens(now) + num_here
-            return one in lacking, rests, one.is_own, one in tried, *last
+            return one in lacking, one.is_own, rests, one in tried, *last
 
         found = min(self.all, key=order)
         return Choice(found, found.num_tokens(now), num_tokens - may_have(found))
+
+    def those_for(self, lacking: Collection[Server]) -> list[Server]:
+        """Returns the servers that do not lack what a prompt needs; this engine's own only if there is no other."""
+        found = [one for one in self.all if one not in lacking]
+        return [one for one in found if not one.is_own] or found
 
     def that_may_have(
         self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, most: int, rest_tokens: int

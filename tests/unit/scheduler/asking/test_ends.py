@@ -224,6 +224,35 @@ def test_who_waits_for_all_is_asked_for_when_the_first_may_be_asked() -> None:
     assert decode.asking.due_at_seconds == decode.by_url("http://p1").rests_until_seconds
 
 
+@pytest.mark.parametrize("knows", [True, False], ids=["known", "not known yet"])
+@pytest.mark.parametrize(
+    "policy", [{"recomputes": False}, {"is_required": True}, {}], ids=["fail", "required", "computes"]
+)
+@pytest.mark.parametrize("adapter", ["", "new"])
+def test_who_waits_for_busy_servers_does_not_ask_its_own(adapter: str, policy: dict[str, bool], knows: bool) -> None:
+    """A name that stands for all servers, this one, too."""
+    decode = Decode("http://p1", "http://p2", "http://own", num_free=10_000, **policy)  # type: ignore[arg-type]
+    own = decode.by_url("http://own")
+    itself = {**ANSWER, "remote_engine_id": decode.asking.questions._own_engine_id}
+    if knows:
+        own.is_own = True
+    else:
+        for one in ("http://p1", "http://p2"):
+            decode.by_url(one).asked[10**6] = 4096, 0.0
+        decode.arrives("first")
+        assert decode.url("first") == "http://own"
+        decode.answers("first", itself)
+        decode.asking.gone("first")
+    num_before = len(decode.asker.asked)
+    decode.arrives("a", adapter=adapter)
+    for _ in range(2):
+        decode.answers("a", MISSING if adapter and decode.url("a") == "http://p1" else BUSY)
+    assert own.is_own and len(decode.asker.asked) == num_before + 2 and not decode.fetching.refused
+    decode.clock.advance(3)
+    decode.turn()
+    assert decode.number("a") in decode.asking.questions.asked and decode.url("a") != "http://own"
+
+
 def test_a_grammar_that_is_compiled_is_no_wait_for_a_server() -> None:
     decode = Decode("http://p1", num_free=10_000, queue_seconds=5.0)
     decode.arrives("a", awaits_grammar=True)
