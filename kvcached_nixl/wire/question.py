@@ -309,7 +309,8 @@ def read_answer(status: int, headers: Mapping[str, str], body: bytes) -> dict[st
         seconds = min(float(said), LONGEST_RETRY_SECONDS) if said.isascii() and said.isdigit() else 0.0
         raise AskFailed(Outcome(reason, is_of_server=True, is_busy=is_busy, retry_after_seconds=seconds))
     is_final = status in (400, 404, 413, 422)
-    raise AskFailed(Outcome(reason, is_final=is_final, is_of_server=not is_final and status < 500))
+    is_of_server = not is_final and status < 500
+    raise AskFailed(Outcome(reason, is_final=is_final, is_of_server=is_of_server, is_of_adapter=status == 404))
 
 
 def engine_in(params: Mapping[str, Any]) -> RemotePrefill | None:

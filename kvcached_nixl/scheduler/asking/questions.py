@@ -121,8 +121,8 @@ class Questions:
     def _failed(self, number: int, outcome: Outcome) -> tuple[Wanted, Found]:
         wanted = self.asked[number]
         outcome = self._servers.judged(wanted.tried[-1], outcome)
-        if outcome.is_final and wanted.question.adapter:
-            outcome = msgspec.structs.replace(outcome, is_of_adapter=True)
+        if not wanted.question.adapter:
+            outcome = msgspec.structs.replace(outcome, is_of_adapter=False)
         self.close(wanted, outcome.ended)
         self._charge(wanted, outcome)
         return wanted, outcome

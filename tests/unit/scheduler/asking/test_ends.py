@@ -13,7 +13,8 @@ from kvcached_nixl.wire.question import Outcome
 
 from .test_asking import ANSWER, BLOCK, BUSY, DEAD, ODD, Decode, Request, Step
 
-MISSING = Outcome("HTTP 404: the model `new` does not exist", is_final=True)
+MISSING = Outcome("HTTP 404: the model `new` does not exist", is_final=True, is_of_adapter=True)
+TOO_LONG = Outcome("HTTP 400: maximum context length", is_final=True)
 KILLED = Outcome("Server disconnected", is_of_server=True, has_prompt=True)
 
 
@@ -251,6 +252,17 @@ def test_who_waits_for_busy_servers_does_not_ask_its_own(adapter: str, policy: d
     decode.clock.advance(3)
     decode.turn()
     assert decode.number("a") in decode.asking.questions.asked and decode.url("a") != "http://own"
+
+
+@pytest.mark.parametrize("adapter", ["", "known"])
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_a_prompt_that_is_refused_does_not_wait_for_a_busy_server(adapter: str, recomputes: bool) -> None:
+    """Its adapter is there: it is too long, and would be refused again."""
+    decode = Decode("http://p1", "http://p2", recomputes=recomputes, num_free=10_000)
+    decode.asking.servers.failed(decode.by_url("http://p2"), BUSY)
+    decode.arrives("a", adapter=adapter)
+    decode.answers("a", TOO_LONG)
+    assert "a" in decode.fetching.refused
 
 
 def test_a_grammar_that_is_compiled_is_no_wait_for_a_server() -> None:
