@@ -24,7 +24,7 @@ from kvcached_nixl.wire.question import Outcome, Question, engine_in, queued_tok
 
 MOST_TRIES = 2
 MOST_LOST = 2
-"""Servers that may end with a prompt before it is taken for the reason."""
+"""Servers that may end, or hang, with a prompt before it is taken for the reason."""
 LEAST_TOKENS = 128
 """Of less, so little is saved that nobody is asked first."""
 MOST_ASKED = 4
@@ -92,7 +92,7 @@ class Questions:
         found: list[tuple[Wanted, Found]] = []
         for number, answer in taken(self._asker.answers):
             found += self._answered(number, answer)
-        late = Outcome("it has answered nothing for too long", is_of_server=True)
+        late = Outcome("it has answered nothing for too long", is_of_server=True, has_prompt=True)
         for server, is_well in taken(self._asker.checked):
             if self._servers.has_failed(server, is_well=is_well):
                 found += [self._failed(number, late) for number in list(server.asked)]
@@ -178,7 +178,8 @@ class Questions:
             others = (one for one in self._servers.all if one not in wanted.lacking and not one.is_own)
             return any(one.is_busy or not self._servers.rests(one) for one in others)
         is_left = self._servers.choose(*wanted.choice).server not in wanted.tried
-        return (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES
+        is_harmless = wanted.num_lost <= MOST_LOST
+        return is_harmless and (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES
 
     def unusable(self, params: Mapping[str, Any], wanted: Wanted) -> Outcome | None:
         """Why an answer cannot be used; None if it can."""

@@ -64,7 +64,7 @@ class Wanted:
         cached: tokens, by what they have said.
         offers: what they have offered of it: ``kv_transfer_params``.
         num_missing: tokens that are not cached here, as it was found last.
-        num_lost: servers that have ended with its prompt.
+        num_lost: servers that have ended, or hung, with its prompt.
         passed_since_seconds: when it first found no room; 0 if it never did.
     """
 

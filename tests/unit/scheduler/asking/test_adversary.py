@@ -115,18 +115,26 @@ def test_long_prompts_that_find_no_room_cost_a_step_nothing() -> None:
     assert len(decode.asking.questions.asked) == 1
 
 
-def test_a_prompt_that_kills_each_server_is_not_asked_for_for_ever() -> None:
-    """prefill_required: a prompt at which prefill's engine ends is asked for again as soon as a server is back, so that
-    it ends again, with all that it computes for others."""
-    decode = Decode("http://p1", "http://p2", is_required=True, recomputes=False)
+@pytest.mark.parametrize("num_servers", [1, 2, 6])
+@pytest.mark.parametrize("hangs", [False, True], ids=["ends", "hangs"])
+def test_a_prompt_that_costs_three_servers_is_not_asked_for_again(num_servers: int, hangs: bool) -> None:
+    """prefill_required: a prompt at which prefill's engine ends, or hangs, is asked for again as soon as a server is
+    back, so that it ends again, with all that it computes for others."""
+    decode = Decode(*(f"http://p{number}" for number in range(num_servers)), is_required=True, recomputes=False)
     decode.arrives("a")
     for _ in range(20):
         if "a" in decode.fetching.refused:
             break
-        decode.answers("a", Outcome("Server disconnected", is_of_server=True, has_prompt=True))
+        if hangs:
+            decode.clock.advance(SILENCE_SECONDS)
+            decode.turn()
+            decode.asker.checked.append((decode.asker.checking.pop(), False))
+            decode.turn()
+        else:
+            decode.answers("a", Outcome("Server disconnected", is_of_server=True, has_prompt=True))
         decode.clock.advance(60)
         decode.turn()
-    assert "a" in decode.fetching.refused
+    assert "a" in decode.fetching.refused and len(decode.asker.asked) == 3
 
 
 def test_equals_that_are_late_in_one_turn_are_refused_together() -> None:
