@@ -180,9 +180,8 @@ class Asking:
             wanted.stage = Stage.WAITING
             self._queue.push(wanted)
         self._refuse_late()
-        if self.servers.have_changed:
+        if self.servers.note_rests():
             self._queue.wake()
-        self.servers.note_rests()
         may_begin |= self._look_up_fresh(may_compute=may_ask)
         self._rests = False
         if may_ask:

@@ -173,10 +173,10 @@ class Questions:
 
     def has_tries(self, wanted: Wanted) -> bool:
         """Whether a server is asked for it once more. Adapters are spread over servers: one of them may have it, and is
-        waited for if it is busy."""
+        waited for if it is busy, or on trial."""
         if wanted.outcome.is_of_adapter:
             others = (one for one in self._servers.all if one not in wanted.lacking and not one.is_own)
-            return any(one.is_busy or not self._servers.rests(one) for one in others)
+            return any(one.is_busy or one.trial is not None or not self._servers.rests(one) for one in others)
         is_left = self._servers.choose(*wanted.choice).server not in wanted.tried
         is_harmless = wanted.num_lost <= MOST_LOST
         return is_harmless and (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES

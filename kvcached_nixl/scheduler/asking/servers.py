@@ -247,11 +247,14 @@ class Servers:
         """Whether one has come or gone, rests, or rests no longer, since `note_rests`."""
         return self._noted != self._rests_now()
 
-    def note_rests(self) -> None:
+    def note_rests(self) -> bool:
+        """Returns whether `have_changed`."""
+        # First: a pause that ends meanwhile is looked at again.
         now = self.clock.now_seconds()
         pauses = (one.rests_until_seconds for one in self.all if one.rests_until_seconds > now)
         self.rested_at_seconds = min(pauses, default=None)
-        self._noted = self._rests_now()
+        before, self._noted = self._noted, self._rests_now()
+        return before != self._noted
 
     def _rests_now(self) -> frozenset[tuple[Server, bool]]:
         return frozenset((one, self.rests(one)) for one in self.all)
@@ -260,6 +263,8 @@ class Servers:
         """A server is asked for a request, or what it has cached is fetched."""
         if server.failure is not None and not server.is_busy:
             server.trial = trial
+            # Whoever waits for it has to be woken when that ends.
+            self._noted = frozenset()
 
     def asked(self, server: Server, number: int, num_tokens: int, hashes: Sequence[bytes]) -> None:
         """A server is asked for a prompt with these blocks, of which so many tokens may not be cached there."""

@@ -217,6 +217,26 @@ def test_who_waits_for_its_adapter_is_asked_for_whenever_a_server_may_be_asked(e
     assert decode.number("a") in decode.asking.questions.asked and decode.url("a") == f"http://{event[:2]}"
 
 
+@pytest.mark.parametrize("begins", ["first", "last"])
+def test_who_waits_for_its_adapter_waits_for_a_trial_also_if_that_is_refused(begins: str) -> None:
+    """It waits when the trial begins in the same turn, or arrives then. The server that is well lacks its adapter."""
+    decode = Decode("http://p1", "http://p2", recomputes=False, goes_by_priority=True, num_free=10_000)
+    decode.by_url("http://p1").asked[10**6] = 4096, 0.0
+    if begins == "first":
+        decode.arrives("a", adapter="new", priority=1)
+        decode.answers("a", BUSY)
+        decode.answers("a", MISSING)
+    decode.by_url("http://p2").failure = DEAD
+    decode.clock.advance(4)
+    decode.arrives("trial")
+    if begins == "last":
+        decode.arrives("a", adapter="new", priority=1)
+        decode.answers("a", MISSING)
+    assert decode.url("trial") == "http://p2" and decode.url("a") == "http://p1"
+    decode.answers("trial", TOO_LONG)
+    assert decode.url("a") == "http://p2" and not decode.fetching.refused
+
+
 def test_who_waits_for_all_is_asked_for_when_the_first_may_be_asked() -> None:
     decode = Decode("http://p1", "http://p2", recomputes=False, num_free=10_000)
     for one, outcome in (("http://p1", DEAD), ("http://p2", BUSY)):
