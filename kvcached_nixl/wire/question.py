@@ -250,7 +250,7 @@ class Outcome(msgspec.Struct, frozen=True):
         is_busy: the server cannot take requests now.
         is_of_adapter: it may be for the prompt's adapter, which the server lacks, or has in another version.
         is_of_engine: the engine that was named to decode is not there; the server may have another one by now.
-        has_prompt: the server had the whole prompt when its connection ended.
+        has_prompt: the server had the whole prompt when its connection ended, or has answered nothing since.
         retry_after_seconds: what it said.
     """
 
@@ -309,7 +309,8 @@ def read_answer(status: int, headers: Mapping[str, str], body: bytes) -> dict[st
         seconds = min(float(said), LONGEST_RETRY_SECONDS) if said.isascii() and said.isdigit() else 0.0
         raise AskFailed(Outcome(reason, is_of_server=True, is_busy=is_busy, retry_after_seconds=seconds))
     is_final = status in (400, 404, 413, 422)
-    raise AskFailed(Outcome(reason, is_final=is_final, is_of_server=not is_final and status < 500))
+    is_of_server = not is_final and status < 500
+    raise AskFailed(Outcome(reason, is_final=is_final, is_of_server=is_of_server, is_of_adapter=status == 404))
 
 
 def engine_in(params: Mapping[str, Any]) -> RemotePrefill | None:

@@ -165,6 +165,75 @@ def test_a_server_whose_answers_name_no_manifest(mode: str, recomputes: bool) ->
         ends(pair, found, recomputes=recomputes)
 
 
+# ---------------------------------------------------------------------- servers that answer, and whose KV cannot come
+
+
+def waits_of(pair: Asks, seeds: range) -> list[float]:
+    """How long prompts take in seconds, one after the other."""
+    found = []
+    for seed in seeds:
+        one, begun_seconds = pair.arrives(prompt(seed)), pair.clock.now_seconds()
+        while not one.status.is_finished:
+            pair.pass_time(2.5)
+        found.append(pair.clock.now_seconds() - begun_seconds)
+    return found
+
+
+def delay_handshakes(pair: Asks, host: str, seconds: float) -> None:
+    """Packets to the side channel of a host are dropped: its engines' handshakes fail after so long."""
+    answer, begun_seconds = pair.cluster.answer, dict[Any, float]()
+
+    def dropped(one: Any, *, late: bool = False) -> None:
+        if one.host != host:
+            answer(one, late=late)
+        elif pair.clock.now_seconds() >= begun_seconds.setdefault(one, pair.clock.now_seconds()) + seconds:
+            answer(one, late=True)
+
+    pair.cluster.answer = dropped  # type: ignore[method-assign]
+
+
+@DIRECTIONS
+@POLICIES
+def test_one_of_two_servers_whose_kv_never_comes(mode: str, recomputes: bool) -> None:
+    """A partition in one direction, a path that drops large packets, a device that hangs."""
+    pair = Asks(mode, "q", recomputes=recomputes)
+    pair.cluster.answers_at_once = True
+    waits_of(pair, range(30, 36))
+    for worker in pair.prefill.workers:
+        pair.wire.vanish(worker.agent_name)
+    waits = waits_of(pair, range(20))
+    assert sum(one >= TIMEOUT_SECONDS for one in waits) <= 5, waits
+    pair.cluster.kill(pair.prefill)
+    pair.nothing_is_left(2 * (LEASE_SECONDS + TIMEOUT_SECONDS))
+
+
+@pytest.mark.parametrize("mode", [AFTER, PUSH])
+def test_the_only_server_cannot_reach_decode(mode: str) -> None:
+    """A firewall lets decode reach prefill, and prefill does not reach decode's side channel."""
+    pair = Asks(mode)
+    pair.cluster.answers_at_once = True
+    pair.prefill = pair.cluster.restart(pair.prefill)
+    delay_handshakes(pair, "host-d", 0.0)
+    waits = waits_of(pair, range(12))
+    assert sum(one >= TIMEOUT_SECONDS for one in waits) <= 5, waits
+
+
+def test_a_server_that_has_just_failed_is_not_given_all_prompts() -> None:
+    """Handshakes with one of two servers fail after 25 s. Two prompts arrive in each second, for three minutes."""
+    pair = Asks(PULL, "q", num_blocks=2001)
+    pair.cluster.answers_at_once = True
+    pair.prefill = pair.cluster.restart(pair.prefill)
+    delay_handshakes(pair, "host-p", 5.0)
+    begun_seconds, waits = {}, []
+    for seed in range(360):
+        begun_seconds[pair.arrives(prompt(1000 + seed))] = pair.clock.now_seconds()
+        pair.clock.advance(0.5)
+        pair.cluster.settle(3)
+        ended = [one for one in begun_seconds if one.status.is_finished]
+        waits += [pair.clock.now_seconds() - begun_seconds.pop(one) for one in ended]
+    assert sum(one > 10 for one in waits) + len(begun_seconds) < 30
+
+
 # ------------------------------------------------------------------------------------------------------------- clocks
 
 

@@ -56,7 +56,10 @@ class Asking:
         # long as the longest request.
         self._block_tokens = min(one.block_size for one in engine.groups.all)
         silence_seconds = engine.settings.handover_timeout_seconds
-        self.servers = Servers(settings.servers, clock, silence_seconds, self._block_tokens, engine.woken)
+        # What no server gives may be computed here.
+        self._computes = engine.stock.recomputes and not settings.is_required
+        more: dict[str, Any] = {"computes": self._computes, "woken": engine.woken}
+        self.servers = Servers(settings.servers, clock, silence_seconds, self._block_tokens, **more)
         break_even = BreakEven(clock, most_tokens, settings.max_local_prefill_tokens)
         self.local = LocalPrefills(most_tokens // 4, break_even)
         self.questions = Questions(self.servers, asker, engine.own.engine_id, is_required=settings.is_required)
@@ -65,27 +68,30 @@ class Asking:
         # keep for each other.
         self._pushes = engine.is_push and not settings.is_asked
         self._is_required = settings.is_required
-        # What no server gives may be computed here.
-        self._computes = engine.stock.recomputes and not settings.is_required
         self._wanted: dict[str, Wanted] = {}
         self._queue = Queue()
         # Requests that vLLM has in its queue, and that are to be held.
         self._to_hold: list[str] = []
         self._num_arrived = 0
-        # When the server may be asked that those who wait are waiting for.
-        self._rested_at_seconds: float | None = None
+        # Those who wait are waiting for a server that rests.
+        self._rests = False
         self.window = Window()
         self._limit = QueueLimit(clock, settings.queue_seconds)
 
     @property
     def has_news(self) -> bool:
-        return self._asker.has_answers or bool(self._queue.fresh)
+        return self._asker.has_answers or bool(self._queue.fresh) or (self._awaits_rested and self.servers.have_changed)
+
+    @property
+    def _awaits_rested(self) -> bool:
+        return self._rests or bool(self._queue.resting)
 
     @property
     def due_at_seconds(self) -> float | None:
         """When `turn` has to be called, whatever happens until then; None if it need not."""
         of_queue = self._queue.due_at_seconds, self._limit.deadlines.first_seconds
-        return earliest(self.servers.silent_at_seconds, self._rested_at_seconds, *of_queue)
+        rested_at_seconds = self.servers.rested_at_seconds if self._awaits_rested else None
+        return earliest(self.servers.silent_at_seconds, rested_at_seconds, *of_queue)
 
     # ---------------------------------------------------------------------------------------------- called from vLLM
 
@@ -174,8 +180,10 @@ class Asking:
             wanted.stage = Stage.WAITING
             self._queue.push(wanted)
         self._refuse_late()
+        if self.servers.note_rests():
+            self._queue.wake()
         may_begin |= self._look_up_fresh(may_compute=may_ask)
-        self._rested_at_seconds = None
+        self._rests = False
         if may_ask:
             may_begin |= self._ask_all()
         # Nobody renews the leases of what was offered and is not fetched at once.
@@ -274,7 +282,7 @@ class Asking:
                 continue
             now = self._engine.clock.now_seconds()
             wanted.passed_since_seconds = wanted.passed_since_seconds or now
-            if self._rested_at_seconds is not None or now > wanted.passed_since_seconds + PASSING_SECONDS:
+            if self._rests or now > wanted.passed_since_seconds + PASSING_SECONDS:
                 break
             passed += 1
         return may_begin
@@ -284,7 +292,7 @@ class Asking:
         request_id, blocks = wanted.request.request_id, self._engine.blocks
         if self._queue.follows(wanted):
             return True
-        rests = all(self.servers.rests(one) for one in self.servers.all if one not in wanted.lacking)
+        rests = all(map(self.servers.rests, self.servers.those_for(wanted.lacking)))
         num_blocks = blocks.num_needed(request_id)
         # First, since it is looked at in each step: a choice takes the longer the longer the prompt is.
         if not rests and not self.window.has_room(num_blocks, blocks):
@@ -292,9 +300,9 @@ class Asking:
         choice = self.servers.choose(*wanted.choice)
         if rests and choice.server not in wanted.lacking and not self._replaces(choice.server):
             if wanted.lacking:
-                self._queue.rest(wanted, choice.server.rests_until_seconds)
+                self._queue.rest(wanted)
                 return True
-            self._rested_at_seconds = choice.server.rests_until_seconds
+            self._rests = True
             return False
         if self._goes_on_here(wanted, choice):
             return True
@@ -327,6 +335,7 @@ class Asking:
 
     def _is_asked_for(self, wanted: Wanted, server: Server) -> None:
         wanted.tried.append(server)
+        self.servers.tries(server, wanted)
         self._limit.asked(wanted.request.request_id)
         self._queue.leads(wanted)
 

@@ -15,7 +15,7 @@ import msgspec
 
 from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.local import BreakEven
-from kvcached_nixl.scheduler.asking.servers import Choice, Server, Servers
+from kvcached_nixl.scheduler.asking.servers import LONGEST_PAUSE_SECONDS, Choice, Server, Servers
 from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import AskingFigures, Ended
@@ -24,7 +24,7 @@ from kvcached_nixl.wire.question import Outcome, Question, engine_in, queued_tok
 
 MOST_TRIES = 2
 MOST_LOST = 2
-"""Servers that may end with a prompt before it is taken for the reason."""
+"""Servers that may end, or hang, with a prompt before it is taken for the reason."""
 LEAST_TOKENS = 128
 """Of less, so little is saved that nobody is asked first."""
 MOST_ASKED = 4
@@ -32,11 +32,11 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 0.1, 1.0
 """How long answers to look-ups are waited for: half as long as the KV itself is likely to take."""
 
 _OF_SERVER = (FailureCause.UNREACHABLE, FailureCause.LOST, FailureCause.RESTARTED)
-_OF_PREFILL = (
-    *(FailureCause.PARAMETERS, FailureCause.NO_MANIFEST, FailureCause.DIGEST, FailureCause.REFUSED),
-    *(FailureCause.PROTOCOL, FailureCause.CHECKSUM),
+_OF_DECODE = (
+    *(FailureCause.REVOKED, FailureCause.QUARANTINE, FailureCause.NO_BLOCKS, FailureCause.MEDIA),
+    FailureCause.QUEUE_TIMEOUT,
 )
-"""Prefill may be to blame, or this prompt."""
+"""For all others prefill may be to blame, or this prompt."""
 Found: TypeAlias = Mapping[str, Any] | Outcome
 """``kv_transfer_params`` of a server, or why there are none."""
 
@@ -92,7 +92,7 @@ class Questions:
         found: list[tuple[Wanted, Found]] = []
         for number, answer in taken(self._asker.answers):
             found += self._answered(number, answer)
-        late = Outcome("it has answered nothing for too long", is_of_server=True)
+        late = Outcome("it has answered nothing for too long", is_of_server=True, has_prompt=True)
         for server, is_well in taken(self._asker.checked):
             if self._servers.has_failed(server, is_well=is_well):
                 found += [self._failed(number, late) for number in list(server.asked)]
@@ -108,9 +108,10 @@ class Questions:
         if isinstance(found, Outcome):
             return [self._failed(number, found)]
         server = wanted.tried[-1]
+        server.is_own = found.get("remote_engine_id") == self._own_engine_id
         self._servers.heard(server, engine_in(found))
         if (unusable := self.unusable(found, wanted)) is not None:
-            self._unneeded += (found,) if found.get("remote_engine_id") != self._own_engine_id else ()
+            self._unneeded += () if server.is_own else (found,)
             return [self._failed(number, unusable)]
         self.close(wanted, Ended.ANSWERED)
         overtaken = self._servers.answered(server, number, queued_tokens_in(found))
@@ -120,22 +121,31 @@ class Questions:
     def _failed(self, number: int, outcome: Outcome) -> tuple[Wanted, Found]:
         wanted = self.asked[number]
         outcome = self._servers.judged(wanted.tried[-1], outcome)
-        if outcome.is_final and wanted.question.adapter:
-            outcome = msgspec.structs.replace(outcome, is_of_adapter=True)
+        if not wanted.question.adapter:
+            outcome = msgspec.structs.replace(outcome, is_of_adapter=False)
         self.close(wanted, outcome.ended)
         self._charge(wanted, outcome)
         return wanted, outcome
 
     def lost(self, wanted: Wanted, failure: HandOverFailed) -> Outcome:
         """The KV of a request that goes on does not come."""
-        cause, is_of_adapter = failure.cause, failure.cause is FailureCause.DIGEST and bool(wanted.question.adapter)
-        is_of_engine = wanted.named is not None and cause is FailureCause.UNREACHABLE
+        cause, has_adapter = failure.cause, bool(wanted.question.adapter)
+        is_of_adapter = has_adapter and cause is FailureCause.DIGEST
+        # Where prefill sends KV, an adapter of another version is found by an answer only.
+        is_unproven = cause is FailureCause.UNREACHABLE or (has_adapter and cause is FailureCause.DEADLINE)
+        is_of_engine = wanted.named is not None and is_unproven
         is_of_server = cause in _OF_SERVER and not is_of_engine
+        # A server whose KV never comes costs a prompt a whole timeout, and its blocks for longer.
+        pause_seconds = LONGEST_PAUSE_SECONDS if cause is FailureCause.DEADLINE else 0.0
         outcome = Outcome(
-            str(failure), is_of_server=is_of_server, is_of_adapter=is_of_adapter, is_of_engine=is_of_engine
+            str(failure),
+            is_of_server=is_of_server,
+            is_of_adapter=is_of_adapter,
+            is_of_engine=is_of_engine,
+            retry_after_seconds=pause_seconds,
         )
         self.close(wanted, outcome.ended)
-        if outcome.is_of_server or is_of_engine or cause in _OF_PREFILL:
+        if cause not in _OF_DECODE:
             self._charge(wanted, outcome)
         return outcome
 
@@ -163,12 +173,13 @@ class Questions:
 
     def has_tries(self, wanted: Wanted) -> bool:
         """Whether a server is asked for it once more. Adapters are spread over servers: one of them may have it, and is
-        waited for if it is busy."""
+        waited for if it is busy, or on trial."""
         if wanted.outcome.is_of_adapter:
             others = (one for one in self._servers.all if one not in wanted.lacking and not one.is_own)
-            return any(one.is_busy or not self._servers.rests(one) for one in others)
+            return any(one.is_busy or one.trial is not None or not self._servers.rests(one) for one in others)
         is_left = self._servers.choose(*wanted.choice).server not in wanted.tried
-        return (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES
+        is_harmless = wanted.num_lost <= MOST_LOST
+        return is_harmless and (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES
 
     def unusable(self, params: Mapping[str, Any], wanted: Wanted) -> Outcome | None:
         """Why an answer cannot be used; None if it can."""

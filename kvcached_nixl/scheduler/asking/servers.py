@@ -5,28 +5,25 @@ What a server was asked for before, it may have cached. vLLM's hash of a block s
 adapter, the media and the salt; the least recently used hashes are forgotten.
 
 A server that cannot be reached, or is busy, rests: it is not asked for a while, which doubles with each failure in a
-row and is jittered. One that fails for one prompt rests only if it has failed for several in a row. One that refuses
+row and is jittered. One that fails for one prompt rests only if it has failed for several in a row. Then one prompt
+shows whether it serves again, while others go elsewhere: it may answer at once, and its KV never come. One that refuses
 several in a row is asked after the others for a while: it may be an odd server that would get all prompts, because it
 has nothing to compute.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import random
-import socket
-import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-from urllib.parse import urlsplit
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from kvcached_nixl.deadlines import Clock
+from kvcached_nixl.scheduler.asking.resolver import Resolver
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.question import Outcome
@@ -48,6 +45,14 @@ STRIDE = 4
 """Of every so many blocks the hash of one is remembered."""
 
 
+class Trial(Protocol):
+    """A request whose KV shows whether a server serves again."""
+
+    @property
+    def server(self) -> Server | None:
+        """The one that is asked for it now, or whose KV it fetches."""
+
+
 @dataclass(eq=False)
 class Server:
     """One prefill server.
@@ -62,6 +67,7 @@ class Server:
         num_outages: how often it could not be reached.
         failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
+        trial: the last that it was asked for after a failure; None if it serves again.
         refused_seconds: when it has refused a prompt last.
         last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
         checked_seconds: when it was asked last whether it is well.
@@ -83,6 +89,7 @@ class Server:
     num_outages: int = 0
     failure: Outcome | None = None
     rests_until_seconds: float = 0.0
+    trial: Trial | None = None
     refused_seconds: float = 0.0
     last_sign_seconds: float = 0.0
     checked_seconds: float = 0.0
@@ -131,23 +138,35 @@ class Servers:
     Args:
         silence_seconds: a server that owes answers and gives none for so long is checked.
         block_tokens: of the blocks that prompts are hashed by.
+        computes: decode computes what no server gives.
         woken: called on another thread when there are addresses to take.
 
     Attributes:
         all: at this moment.
+        rested_at_seconds: when the pause of the next one ends, as `note_rests` has found; None if none does.
         resolver: looks up where they are.
         random: decides between equals, and jitters pauses.
     """
 
     def __init__(
-        self, urls: Sequence[str], clock: Clock, silence_seconds: float, block_tokens: int, woken: Callable[[], None]
+        self,
+        urls: Sequence[str],
+        clock: Clock,
+        silence_seconds: float,
+        block_tokens: int,
+        *,
+        computes: bool,
+        woken: Callable[[], None],
     ) -> None:
         self.clock = clock
         self._block_tokens = block_tokens
         self._silence_seconds = silence_seconds
+        self._computes = computes
         self.random = random.Random()
         self.resolver = Resolver(urls, woken)
         self.all = [Server(url) for url in urls]
+        self.rested_at_seconds: float | None = None
+        self._noted: frozenset[tuple[Server, bool]] = frozenset()
         # Not at their name's addresses any more, but they owe answers.
         self._leaving: list[Server] = []
         # With how often the server had failed then: one that was restarted has nothing cached.
@@ -170,8 +189,8 @@ class Servers:
         num_tokens: int,
         cached: Mapping[Server, int],
     ) -> Choice:
-        """Returns the one to ask next for a prompt of so many tokens. It does not lack what the prompt needs, does not
-        rest, was not tried yet, and has the fewest tokens to compute, the prompt's with them, but for those that it has
+        """Returns the one to ask next for a prompt of so many tokens. It is one of `those_for` it, does not rest, was
+        not tried yet, and has the fewest tokens to compute, the prompt's with them, but for those that it has
         ``cached``. The prompt's count twice where they slow a server's own clients. If all rest, it is one that is
         busy, or rests for the shortest time."""
         now = self.clock.now_seconds()
@@ -182,15 +201,19 @@ class Servers:
             return cached.get(one, num_known if one is knowing else 0)
 
         def order(one: Server) -> tuple[bool, bool, bool, bool, bool, bool, float, int]:
-            rests_seconds = max(0.0, one.rests_until_seconds - now)
-            rests = rests_seconds > 0
+            rests, rests_seconds = self.rests(one), max(0.0, one.rests_until_seconds - now)
             num_here = (num_tokens - may_have(one)) * (2 if one.has_clients else 1)
             refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.refused_seconds + LONGEST_PAUSE_SECONDS
             last = refuses, rests and not one.is_busy, rests_seconds, one.num_tokens(now) + num_here
-            return one in lacking, rests, one.is_own, one in tried, *last
+            return one in lacking, one.is_own, rests, one in tried, *last
 
         found = min(self.all, key=order)
         return Choice(found, found.num_tokens(now), num_tokens - may_have(found))
+
+    def those_for(self, lacking: Collection[Server]) -> list[Server]:
+        """Returns the servers that do not lack what a prompt needs; this engine's own only if there is no other."""
+        found = [one for one in self.all if one not in lacking]
+        return [one for one in found if not one.is_own] or found
 
     def that_may_have(
         self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, most: int, rest_tokens: int
@@ -212,7 +235,36 @@ class Servers:
         return sorted(found, key=lambda one: one is not knowing)[:most]
 
     def rests(self, server: Server) -> bool:
-        return server.rests_until_seconds > self.clock.now_seconds()
+        """Whether a server is not asked now: its pause lasts, or it is on trial. That counts only if decode computes
+        the others, or another server may: where all have failed, each prompt would wait for those before it."""
+        if server.trial is not None and server.trial.server is not server:
+            server.trial = None
+        is_on_trial = server.trial is not None and (self._computes or any(map(_is_reached, self.all)))
+        return is_on_trial or server.rests_until_seconds > self.clock.now_seconds()
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether one has come or gone, rests, or rests no longer, since `note_rests`."""
+        return self._noted != self._rests_now()
+
+    def note_rests(self) -> bool:
+        """Returns whether `have_changed`."""
+        # First: a pause that ends meanwhile is looked at again.
+        now = self.clock.now_seconds()
+        pauses = (one.rests_until_seconds for one in self.all if one.rests_until_seconds > now)
+        self.rested_at_seconds = min(pauses, default=None)
+        before, self._noted = self._noted, self._rests_now()
+        return before != self._noted
+
+    def _rests_now(self) -> frozenset[tuple[Server, bool]]:
+        return frozenset((one, self.rests(one)) for one in self.all)
+
+    def tries(self, server: Server, trial: Trial) -> None:
+        """A server is asked for a request, or what it has cached is fetched."""
+        if server.failure is not None and not server.is_busy:
+            server.trial = trial
+            # Whoever waits for it has to be woken when that ends.
+            self._noted = frozenset()
 
     def asked(self, server: Server, number: int, num_tokens: int, hashes: Sequence[bytes]) -> None:
         """A server is asked for a prompt with these blocks, of which so many tokens may not be cached there."""
@@ -251,7 +303,7 @@ class Servers:
     def served(self, server: Server) -> None:
         if server.failure is not None:
             logger.info("Prefill server %s serves again", server)
-        server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0
+        server.num_failures, server.failure, server.rests_until_seconds, server.trial = 0, None, 0.0, None
 
     def judged(self, server: Server, outcome: Outcome) -> Outcome:
         """What to make of an outcome: a server that is busy for too long, and answers nobody meanwhile, is a balancer
@@ -320,73 +372,5 @@ class Servers:
         return None, 0
 
 
-EVERY_SECONDS = 5.0
-KEPT_SECONDS = 300.0
-"""How long the last addresses count while the resolver gives none."""
-
-
-def is_name(url: str) -> bool:
-    """Whether the host of a URL has to be looked up."""
-    try:
-        ipaddress.ip_address(urlsplit(url).hostname or "")
-    except ValueError:
-        return True
-    return False
-
-
-class Resolver:
-    """Looks up the addresses behind host names: a headless Service of Kubernetes, or a scaled service of Compose, is
-    one name for all its servers. A thread for each name, because a resolver may hang.
-
-    Where a name has addresses of both families, those of IPv4 count: each server would be there twice. ``woken`` is
-    called on one of the threads when `take` has something to return.
-    """
-
-    def __init__(self, urls: Iterable[str], woken: Callable[[], None]) -> None:
-        self._woken = woken
-        self._lock = threading.Lock()
-        self._changed: dict[str, tuple[str, ...]] = {}
-        self._closed = threading.Event()
-        for url in filter(is_name, urls):
-            threading.Thread(target=self._watch, args=(url,), name="kvcached_nixl-resolver", daemon=True).start()
-
-    def take(self) -> dict[str, tuple[str, ...]]:
-        """Returns what has changed since the last call: URL -> addresses, none if they are not known any more."""
-        if not self._changed:
-            return {}
-        with self._lock:
-            changed, self._changed = self._changed, {}
-        return changed
-
-    def close(self) -> None:
-        """Ends the threads, unless a look-up hangs."""
-        self._closed.set()
-
-    def _watch(self, url: str) -> None:
-        known: tuple[str, ...] = ()
-        found_at_seconds = 0.0
-        while not self._closed.is_set():
-            found = addresses_of(url)
-            if found:
-                found_at_seconds = time.monotonic()
-            elif time.monotonic() < found_at_seconds + KEPT_SECONDS:
-                found = known
-            if found != known:
-                logger.info("Prefill %s is at %s", url, ", ".join(found) or "no known address")
-                known = found
-                with self._lock:
-                    self._changed[url] = found
-                self._woken()
-            self._closed.wait(EVERY_SECONDS)
-
-
-def addresses_of(url: str) -> tuple[str, ...]:
-    """The addresses of the host name of a URL now; none if it has none."""
-    parts = urlsplit(url)
-    try:
-        found = socket.getaddrinfo(parts.hostname, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return ()
-    families = {family for family, *_ in found}
-    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
-    return tuple(sorted({str(address[0]) for of, _, _, _, address in found if of is family}))
+def _is_reached(server: Server) -> bool:
+    return (server.failure is None or server.is_busy) and not server.is_own

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from kvcached_nixl.deadlines import Clock, Deadlines, earliest
+from kvcached_nixl.deadlines import Clock, Deadlines
 from kvcached_nixl.scheduler.asking.servers import Server
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import RemotePrefill
@@ -64,7 +64,7 @@ class Wanted:
         cached: tokens, by what they have said.
         offers: what they have offered of it: ``kv_transfer_params``.
         num_missing: tokens that are not cached here, as it was found last.
-        num_lost: servers that have ended with its prompt.
+        num_lost: servers that have ended, or hung, with its prompt.
         passed_since_seconds: when it first found no room; 0 if it never did.
     """
 
@@ -88,6 +88,11 @@ class Wanted:
     passed_since_seconds: float = 0.0
 
     @property
+    def server(self) -> Server | None:
+        """The one that is asked for it now, or whose KV it fetches."""
+        return self.tried[-1] if self.tried and self.stage in (Stage.ASKED, Stage.FETCHING) else None
+
+    @property
     def choice(self) -> tuple[Collection[Server], Collection[Server], Sequence[bytes], int, Mapping[Server, int]]:
         """What `Servers.choose` takes."""
         return self.tried, self.lacking, self.hashes, self.request.num_prompt_tokens, self.cached
@@ -103,15 +108,15 @@ class Queue:
     Attributes:
         waiting: in the order in which they are asked for.
         fresh: they have begun to wait, and are yet to be looked up in the prefix cache.
+        resting: the servers that have what these need rest; others need not wait for that.
+        due_at_seconds: when to look again whether grammars are compiled; None if none is waited for.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Wanted] = []
         self.fresh: list[Wanted] = []
-        # When to look again whether grammars are compiled; None if none is waited for.
-        self._look_at_seconds: float | None = None
-        # The servers that have what these need rest until then; others need not wait for that.
-        self._resting = Deadlines[Wanted]()
+        self.resting: dict[Wanted, None] = {}
+        self.due_at_seconds: float | None = None
         # vLLM begins them when their grammars are compiled, which may be never: nothing is kept or promised for them.
         self._compiling: list[Wanted] = []
         # By prefix: the request that is asked for.
@@ -119,37 +124,36 @@ class Queue:
 
     def __len__(self) -> int:
         num_following = sum(len(one.followers) for one in self._leaders.values())
-        return len(self.fresh) + len(self._compiling) + len(self._resting) + len(self.waiting) + num_following
-
-    @property
-    def due_at_seconds(self) -> float | None:
-        """When `take_fresh` has to be called; None if it need not."""
-        return earliest(self._look_at_seconds, self._resting.first_seconds)
+        return len(self.fresh) + len(self._compiling) + len(self.resting) + len(self.waiting) + num_following
 
     def take_fresh(self, now_seconds: float) -> list[Wanted]:
-        """Returns those that may be looked up: they have begun to wait, or their grammars are compiled now, or their
-        servers rest no longer."""
-        fresh, self.fresh = self.fresh + self._resting.take_due(now_seconds), []
-        if self._look_at_seconds is not None and now_seconds >= self._look_at_seconds:
-            fresh, self._compiling, self._look_at_seconds = self._compiling + fresh, [], None
+        """Returns those that may be looked up: they have begun to wait, or their grammars are compiled now."""
+        fresh, self.fresh = self.fresh, []
+        if self.due_at_seconds is not None and now_seconds >= self.due_at_seconds:
+            fresh, self._compiling, self.due_at_seconds = self._compiling + fresh, [], None
         found: list[Wanted] = []
         for one in fresh:
             if one.stage is Stage.WAITING:
                 (self._compiling if one.request.awaits_grammar else found).append(one)
-        if self._compiling and self._look_at_seconds is None:
-            self._look_at_seconds = now_seconds + GRAMMAR_SECONDS
+        if self._compiling and self.due_at_seconds is None:
+            self.due_at_seconds = now_seconds + GRAMMAR_SECONDS
         return found
 
     def push(self, wanted: Wanted) -> None:
         """It is not cached, and has to be asked for."""
         insort(self.waiting, wanted, key=_order)
 
-    def rest(self, wanted: Wanted, until_seconds: float) -> None:
-        """No server may be asked for it before, whatever others are asked for."""
-        self._resting[wanted] = until_seconds
+    def rest(self, wanted: Wanted) -> None:
+        """No server may be asked for it now, whatever others are asked for."""
+        self.resting[wanted] = None
+
+    def wake(self) -> None:
+        """Other servers rest than before."""
+        self.fresh += self.resting
+        self.resting.clear()
 
     def remove(self, wanted: Wanted) -> None:
-        self._resting.pop(wanted, None)
+        self.resting.pop(wanted, None)
         leader = self._leaders.get(wanted.prefix or b"")
         for waiting in (self.waiting, [] if leader is None else leader.followers):
             place = bisect_left(waiting, wanted.order, key=_order)

@@ -226,6 +226,7 @@ def test_an_answer_without_parameters(
     found = decode.answer()
     assert isinstance(found, Outcome) and reason in found.reason
     assert (found.is_final, found.is_busy) == (is_final, is_busy)
+    assert found.is_of_adapter is (response.get("status") == 404)
 
 
 @pytest.mark.parametrize(

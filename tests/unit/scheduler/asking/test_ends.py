@@ -12,12 +12,13 @@ from support.engine_fakes import with_states
 from support.internals import leftovers
 
 from kvcached_nixl.scheduler.asking.wanted import GRAMMAR_SECONDS, QueueLimit
-from kvcached_nixl.wire.causes import FailureCause
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.question import AskFailed, Outcome, read_answer
 
-from .test_asking import ANSWER, BLOCK, BUSY, ODD, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Request, Step
+from .test_asking import ANSWER, BLOCK, BUSY, DEAD, ODD, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Request, Step
 
-MISSING = Outcome("HTTP 404: the model `new` does not exist", is_final=True)
+MISSING = Outcome("HTTP 404: the model `new` does not exist", is_final=True, is_of_adapter=True)
+TOO_LONG = Outcome("HTTP 400: maximum context length", is_final=True)
 KILLED = Outcome("Server disconnected", is_of_server=True, has_prompt=True)
 
 
@@ -193,6 +194,101 @@ def test_a_refused_prompt_is_not_asked_for_again_while_another_server_rests(
     assert "a" in decode.fetching.refused
 
 
+@pytest.mark.parametrize("event", ["p2 serves", "p2 gets another address", "p3 rests no longer"])
+def test_who_waits_for_its_adapter_is_asked_for_whenever_a_server_may_be_asked(event: str) -> None:
+    """p1 lacks it, p2 is busy for a minute, and p3 could not be reached."""
+    decode = Decode("http://p1", "http://p2", "http://p3", recomputes=False, num_free=10_000)
+    decode.names["http://p2"] = ("10.0.0.1",)
+    decode.turn()
+    says = {"http://p1": MISSING, "http://p2": msgspec.structs.replace(BUSY, retry_after_seconds=60.0)}
+    if event.startswith("p3"):
+        says["http://p3"] = DEAD
+    else:
+        decode.asking.servers.all.remove(decode.by_url("http://p3"))
+    decode.arrives("a", adapter="new")
+    for _ in says:
+        decode.answers("a", says[decode.url("a")])
+    assert decode.number("a") not in decode.asking.questions.asked and not decode.asking.has_news
+    if event == "p2 serves":
+        decode.asking.servers.served(decode.by_url("http://p2"))
+        assert decode.asking.has_news
+    elif event == "p2 gets another address":
+        decode.names["http://p2"] = ("10.0.0.1", "10.0.0.2")
+    else:
+        assert decode.asking.due_at_seconds == decode.by_url("http://p3").rests_until_seconds
+        decode.clock.advance(0.5)
+    decode.turn()
+    assert decode.number("a") in decode.asking.questions.asked and decode.url("a") == f"http://{event[:2]}"
+
+
+@pytest.mark.parametrize("begins", ["first", "last"])
+def test_who_waits_for_its_adapter_waits_for_a_trial_also_if_that_is_refused(begins: str) -> None:
+    """It waits when the trial begins in the same turn, or arrives then. The server that is well lacks its adapter."""
+    decode = Decode("http://p1", "http://p2", recomputes=False, goes_by_priority=True, num_free=10_000)
+    decode.by_url("http://p1").asked[10**6] = 4096, 0.0
+    if begins == "first":
+        decode.arrives("a", adapter="new", priority=1)
+        decode.answers("a", BUSY)
+        decode.answers("a", MISSING)
+    decode.by_url("http://p2").failure = DEAD
+    decode.clock.advance(4)
+    decode.arrives("trial")
+    if begins == "last":
+        decode.arrives("a", adapter="new", priority=1)
+        decode.answers("a", MISSING)
+    assert decode.url("trial") == "http://p2" and decode.url("a") == "http://p1"
+    decode.answers("trial", TOO_LONG)
+    assert decode.url("a") == "http://p2" and not decode.fetching.refused
+
+
+def test_who_waits_for_all_is_asked_for_when_the_first_may_be_asked() -> None:
+    decode = Decode("http://p1", "http://p2", recomputes=False, num_free=10_000)
+    for one, outcome in (("http://p1", DEAD), ("http://p2", BUSY)):
+        decode.asking.servers.failed(decode.by_url(one), outcome)
+    decode.arrives("a")
+    assert decode.asking.due_at_seconds == decode.by_url("http://p1").rests_until_seconds
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["known", "not known yet"])
+@pytest.mark.parametrize(
+    "policy", [{"recomputes": False}, {"is_required": True}, {}], ids=["fail", "required", "computes"]
+)
+@pytest.mark.parametrize("adapter", ["", "new"])
+def test_who_waits_for_busy_servers_does_not_ask_its_own(adapter: str, policy: dict[str, bool], knows: bool) -> None:
+    """A name that stands for all servers, this one, too."""
+    decode = Decode("http://p1", "http://p2", "http://own", num_free=10_000, **policy)  # type: ignore[arg-type]
+    own = decode.by_url("http://own")
+    itself = {**ANSWER, "remote_engine_id": decode.asking.questions._own_engine_id}
+    if knows:
+        own.is_own = True
+    else:
+        for one in ("http://p1", "http://p2"):
+            decode.by_url(one).asked[10**6] = 4096, 0.0
+        decode.arrives("first")
+        assert decode.url("first") == "http://own"
+        decode.answers("first", itself)
+        decode.asking.gone("first")
+    num_before = len(decode.asker.asked)
+    decode.arrives("a", adapter=adapter)
+    for _ in range(2):
+        decode.answers("a", MISSING if adapter and decode.url("a") == "http://p1" else BUSY)
+    assert own.is_own and len(decode.asker.asked) == num_before + 2 and not decode.fetching.refused
+    decode.clock.advance(3)
+    decode.turn()
+    assert decode.number("a") in decode.asking.questions.asked and decode.url("a") != "http://own"
+
+
+@pytest.mark.parametrize("adapter", ["", "known"])
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])
+def test_a_prompt_that_is_refused_does_not_wait_for_a_busy_server(adapter: str, recomputes: bool) -> None:
+    """Its adapter is there: it is too long, and would be refused again."""
+    decode = Decode("http://p1", "http://p2", recomputes=recomputes, num_free=10_000)
+    decode.asking.servers.failed(decode.by_url("http://p2"), BUSY)
+    decode.arrives("a", adapter=adapter)
+    decode.answers("a", TOO_LONG)
+    assert "a" in decode.fetching.refused
+
+
 def test_a_grammar_that_is_compiled_is_no_wait_for_a_server() -> None:
     decode = Decode("http://p1", num_free=10_000, queue_seconds=5.0)
     decode.arrives("a", awaits_grammar=True)
@@ -203,6 +299,75 @@ def test_a_grammar_that_is_compiled_is_no_wait_for_a_server() -> None:
     decode.clock.advance(GRAMMAR_SECONDS)
     decode.turn()
     assert decode.is_asked("a")
+
+
+OF_DECODE = {"revoked", "quarantine", "no_blocks", "media", "queue_timeout"}
+
+
+@pytest.mark.parametrize("cause", [*FailureCause], ids=lambda one: one.label)
+def test_a_server_that_answers_and_whose_kv_never_comes_is_asked_less(cause: FailureCause) -> None:
+    """It answers at once, so it seems to have nothing to do. For what is decode's own it does not pay."""
+    decode = Decode("http://bad", "http://good", num_free=10_000)
+    asked = [fails(decode, f"r{place}", cause) for place in range(40)]
+    assert not decode.by_url("http://bad").num_failures if cause.label in OF_DECODE else sum(asked) <= 5
+
+
+def fails(decode: Decode, name: str, cause: FailureCause) -> bool:
+    """Whether the server whose KV does not come was asked for a prompt."""
+    decode.arrives(name)
+    decode.answers(name)
+    is_bad = decode.url(name) == "http://bad"
+    if is_bad:
+        decode.fetching.failures[name] = HandOverFailed(cause, "it did not come")
+        assert decode.asking.holds_again(decode.blocks.requests[name])  # type: ignore[arg-type]
+        decode.turn()
+    decode.asking.gone(name)
+    return is_bad
+
+
+WELL = Outcome("")
+"""Of a server that has failed for nobody."""
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "other", "expected"),
+    [
+        (True, None, "computed"),
+        (True, WELL, "http://p2"),
+        (True, BUSY, "waits"),
+        (True, DEAD, "computed"),
+        (False, None, "http://p1"),
+        (False, WELL, "http://p2"),
+        (False, BUSY, "waits"),
+        (False, DEAD, "http://p1"),
+    ],
+)
+@pytest.mark.parametrize("is_answered", [False, True], ids=["asked", "fetched"])
+def test_one_prompt_shows_whether_a_server_serves_again(
+    recomputes: bool, other: Outcome | None, expected: str, is_answered: bool
+) -> None:
+    """Others need not wait for that, unless a server that is only busy has KV for them."""
+    decode = Decode("http://p1", *(["http://p2"] if other else []), recomputes=recomputes, num_free=10_000)
+    servers, second = decode.asking.servers, decode.asking.servers.all[1:]
+    servers.failed(decode.by_url("http://p1"), DEAD)
+    for one in second:
+        one.asked[10**6] = 4096, 0.0
+    decode.clock.advance(1)
+    decode.arrives("trial")
+    assert decode.url("trial") == "http://p1"
+    if is_answered:
+        decode.answers("trial")
+    if other in (BUSY, DEAD):
+        servers.failed(decode.by_url("http://p2"), other)
+    decode.arrives("a")
+    found = "computed" if "a" in decode.fetching.refused else decode.url("a") if decode.is_asked("a") else "waits"
+    assert found == expected
+    if not is_answered:
+        decode.answers("trial")
+    decode.asking.computed([Step("trial")])  # type: ignore[list-item]
+    decode.arrives("b")
+    assert decode.url("b") == "http://p1"
+    assert decode.is_asked("a") or expected == "computed", "it waits no longer"
 
 
 # ------------------------------------------------------- sequences that once ended badly, or in a look at all that wait
@@ -307,18 +472,26 @@ def test_long_prompts_that_find_no_room_cost_a_step_nothing() -> None:
     assert len(decode.asking.questions.asked) == 1
 
 
-def test_a_prompt_that_kills_each_server_is_not_asked_for_for_ever() -> None:
-    """prefill_required: a prompt at which prefill's engine ends is asked for again as soon as a server is back, so that
-    it ends again, with all that it computes for others."""
-    decode = Decode("http://p1", "http://p2", is_required=True, recomputes=False)
+@pytest.mark.parametrize("num_servers", [1, 2, 6])
+@pytest.mark.parametrize("hangs", [False, True], ids=["ends", "hangs"])
+def test_a_prompt_that_costs_three_servers_is_not_asked_for_again(num_servers: int, hangs: bool) -> None:
+    """prefill_required: a prompt at which prefill's engine ends, or hangs, is asked for again as soon as a server is
+    back, so that it ends again, with all that it computes for others."""
+    decode = Decode(*(f"http://p{number}" for number in range(num_servers)), is_required=True, recomputes=False)
     decode.arrives("a")
     for _ in range(20):
         if "a" in decode.fetching.refused:
             break
-        decode.answers("a", Outcome("Server disconnected", is_of_server=True, has_prompt=True))
+        if hangs:
+            decode.clock.advance(SILENCE_SECONDS)
+            decode.turn()
+            decode.asker.checked.append((decode.asker.checking.pop(), False))
+            decode.turn()
+        else:
+            decode.answers("a", Outcome("Server disconnected", is_of_server=True, has_prompt=True))
         decode.clock.advance(60)
         decode.turn()
-    assert "a" in decode.fetching.refused
+    assert "a" in decode.fetching.refused and len(decode.asker.asked) == 3
 
 
 def test_equals_that_are_late_in_one_turn_are_refused_together() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvcached_nixl.scheduler.asking import servers as module
-from kvcached_nixl.scheduler.asking.servers import Resolver, is_name
+from kvcached_nixl.scheduler.asking import resolver as module
+from kvcached_nixl.scheduler.asking.resolver import Resolver, is_name
 
 URL = "http://prefill:8000"
 
