@@ -90,6 +90,16 @@ def test_its_extent_holds_every_slot_and_no_address_of_the_cache() -> None:
         assert pool.data_ptr() + pool.nbytes <= begin or begin + length <= pool.data_ptr()
 
 
+def test_what_was_never_written_is_zero() -> None:
+    """It is copied with a slot's last token, and what lies behind that must be finite for vLLM's kernels."""
+    torch.use_deterministic_algorithms(True)  # Fills what `torch.empty` returns.
+    try:
+        slab = Slab(allocate(Geometry())[0], 4, CPU)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(area.any() for _, area in slab.areas)
+
+
 def test_blocks_and_slots_are_one_for_one() -> None:
     layout, _, _ = allocate(Geometry())
     slab = Slab(layout, 4, CPU)
