@@ -323,6 +323,7 @@ class SchedulerFacade:
         for hold in self._idle.take(report.idle):
             self.engine.holds.give_back(hold)
         self._giving_way.reported(report.spared, reports.sent)
+        kept.stuck(report.stuck)
         reports.sent |= kept.let_go()
         ending, self.fetching.ending = self.fetching.ending, set()
         reports.ending |= self._starvation.ending | {one for one in ending if not self.asking.may_ask_again(one)}

@@ -356,9 +356,9 @@ class Starvation:
         )
         if num_held_blocks:
             return (
-                f"{found}{num_held_blocks} blocks are in quarantine for peers that do not answer and may still write. "
-                "Peers on other hosts are fenced within about two minutes, and their blocks are free then. If a "
-                "process of a peer on this host hangs, continue or end it"
+                f"{found}{num_held_blocks} blocks are in quarantine: peers that do not answer may still write them, or "
+                "are still sent them. Peers on other hosts are fenced or found gone within minutes, and their blocks "
+                "are free then. If a process of a peer on this host hangs, continue or end it"
             )
         return (
             f"{found}Raise kvcached's limit (kvctl limit), have other engines on this device leave it more memory, or "

@@ -4,6 +4,7 @@ per engine, on the engine's thread.
 
     kept ─── every rank has reported that no peer needs it ───────────────────────────────► its blocks are free
       ├─ taken back: weights have changed, a pause, a cleared cache ── every rank has reported it ──────► free
+      ├─ a WRITE that was stopped does not end ── its blocks are held until every rank has reported it ──► free
       └─ asked to give way, because memory is short ─┬─ every rank has reported it ─────────────────────► free
                                                      └─ spared: decode waits for it or fetches it ──────► kept
 
@@ -87,6 +88,7 @@ class KeptOffers:
         self._numbers = report_numbers()
         # By the numbers of revocations that may be reported as spared.
         self._asked: dict[int, _Kept] = {}
+        self._stuck: set[PrefillRequestId] = set()
 
     def keep(
         self, request_id: PrefillRequestId, adapter: int, block_ids: BlockIds, *, is_taken_back: bool = False
@@ -122,7 +124,8 @@ class KeptOffers:
     def is_left_waiting(self) -> bool:
         """Whether decode leaves so much KV waiting that nothing more should be computed for it unasked."""
         since_seconds = self._engine.clock.now_seconds() - UNCLAIMED_SECONDS
-        left = [one for one in self._kept.values() if one.since_seconds < since_seconds and not one.is_taken_back]
+        free = (one for one in self._kept.values() if one.hold is None and not one.is_taken_back)
+        left = [one for one in free if one.since_seconds < since_seconds]
         num_tokens = sum(one.num_blocks for one in left) * self._engine.groups.tokens_per_block
         return num_tokens >= self._engine.stock.max_num_batched_tokens
 
@@ -172,11 +175,13 @@ class KeptOffers:
         together with those that are being given back already. Those for which decode has a request are taken back
         last; if ``keeps_wanted``, not at all. ``computing``: as in `Revocation`."""
         now, step = self._engine.clock.now_seconds(), self._engine.step
-        num_blocks -= sum(one.num_blocks for one in self._kept.values() if one.gives_back(now))
+        # Those that are held end when a transfer does.
+        kept = {request_id: one for request_id, one in self._kept.items() if one.hold is None}
+        num_blocks -= sum(one.num_blocks for one in kept.values() if one.gives_back(now))
         # What the workers are told of in this very step is not old, nor may it follow its revocation.
         told = {one.request_id for one in step.of(Finish)} | {one.request_id for one in step.of(OfferUpdate)}
         # Those that were spared come last.
-        for request_id, one in sorted(self._kept.items(), key=lambda item: item[1].is_wanted(now)):
+        for request_id, one in sorted(kept.items(), key=lambda item: item[1].is_wanted(now)):
             is_wanted = one.is_wanted(now)
             if num_blocks <= 0 or (is_wanted and keeps_wanted):
                 return
@@ -202,14 +207,20 @@ class KeptOffers:
             one.spared_until_seconds = now + SPARED_SECONDS
         return bool(found)
 
+    def stuck(self, request_ids: Iterable[PrefillRequestId]) -> None:
+        """Workers have stopped these, and a WRITE of them is in flight all the same: decode stands still, or has
+        vanished."""
+        self._stuck |= self._kept.keys() & set(request_ids)
+
     def let_go(self) -> set[str]:
-        """Revoked requests, since the last call, that vLLM may free; their blocks are held until `ended` names them."""
-        # A pause waits until vLLM has freed all requests, and transfers of a decode that has vanished stay in flight.
-        if self._closed is None:
-            return set()
-        found = {key: one for key, one in self._kept.items() if one.is_taken_back and one.hold is None}
-        for request_id, one in found.items():
-            one.hold = self._engine.holds.take(request_id)
+        """Requests, since the last call, that vLLM may free; their blocks are held until `ended` names them."""
+        found, self._stuck = self._stuck, set()
+        if self._closed is not None:
+            # A pause waits until vLLM has freed all requests.
+            found |= {request_id for request_id, one in self._kept.items() if one.is_taken_back}
+        found = {request_id for request_id in found if self._kept[request_id].hold is None}
+        for request_id in found:
+            self._kept[request_id].hold = self._engine.holds.take(request_id)
         return set(found)
 
     def ended(self, sent: Iterable[str]) -> tuple[int, int]:

@@ -48,6 +48,7 @@ class Report:
         spared: numbers of `Revocation` whose offers a rank has not taken back.
         claimed: numbers of `AwaitClaim` for whose requests a rank of decode has registered.
         known: attempts whose requests still wait for their turn on prefill, or are computed.
+        stuck: prefill's requests that a rank has stopped, and of which a WRITE is in flight all the same.
     """
 
     ended: set[tuple[int, int]] = field(default_factory=set)
@@ -56,6 +57,7 @@ class Report:
     spared: set[int] = field(default_factory=set)
     claimed: set[int] = field(default_factory=set)
     known: set[int] = field(default_factory=set)
+    stuck: set[PrefillRequestId] = field(default_factory=set)
 
     def add(self, other: Report) -> None:
         """Takes in what another rank reports, or the same one later."""
@@ -65,6 +67,7 @@ class Report:
         self.spared |= other.spared
         self.claimed |= other.claimed
         self.known |= other.known
+        self.stuck |= other.stuck
 
 
 @dataclass

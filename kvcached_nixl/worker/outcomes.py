@@ -136,6 +136,11 @@ class OutcomeQueue:
         with self._news() as report:
             report.known.add(attempt)
 
+    def stuck(self, request_id: PrefillRequestId) -> None:
+        """Called again until it has ended; wakes no engine."""
+        with self._lock:
+            self._report.stuck.add(request_id)
+
     def moved_bytes(self, num_bytes: int) -> None:
         """A transfer of KV has succeeded."""
         with self._lock:

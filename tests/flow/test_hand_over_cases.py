@@ -1109,6 +1109,31 @@ def test_what_a_vanished_host_may_still_write_does_not_keep_others_out(pair: Pai
     pair.cluster.kill(prefill)
 
 
+@pytest.mark.parametrize(("num", "size"), [(3, 60), (2, 24)], ids=["long", "short"])
+def test_what_a_vanished_decode_is_sent_does_not_keep_others_out(pair: Pair, num: int, size: int) -> None:
+    """The same, of the slots that prefill sends from."""
+    pair = Pair(pair.cluster.settings.transfer_mode, kind(slots=SLOTS, num_blocks=400), kind(num_blocks=400))
+    pair.acquaint()
+    decode = pair.decode
+    prompts = [tuple(range(begin, begin + size)) for begin in range(1000, 1000 + 100 * num, 100)]
+    upstreams = [pair.ask_prefill(one, name=f"cmpl-{one[0]}-0") for one in prompts]
+    pair.settle()
+    for upstream in upstreams:
+        pair.ask_decode(upstream.answer, upstream.prompt, name=upstream.request_id[:-9])
+    for _ in range(30):
+        pair.round()
+        pair.prefill.workers[0].copy()
+    assert pair.transfers
+    pair.cluster.vanish(decode)
+    for name, others in (("e", PROMPT), ("f", LONG)):
+        pair.decode = pair.cluster.engine(name, kind(num_blocks=400))
+        assert is_right(pair.hand_over(others), len(others))
+        pair.pass_time(2 * TIMEOUT_SECONDS)
+    assert pair.prefill.workers[0].staging.slots.used(Use.SENDING)
+    pair.cluster.come_back(decode)
+    pair.cluster.kill(decode)
+
+
 def test_two_engines_whose_slabs_are_full_serve_each_other(pair: Pair) -> None:
     """Parked KV never takes the last slots; else each engine would wait for the other's until a lease ends."""
     mode = pair.cluster.settings.transfer_mode

@@ -10,6 +10,7 @@ from support.flow_pair import BLOCKS_EACH, DIRECTIONS, PROMPT, PULL, PUSH, Pair,
 
 from kvcached_nixl.scheduler.giving_way import VAIN_TIMEOUTS
 from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.worker.prefill.writer import PROBE_SECONDS
 from kvcached_nixl.worker.transfer_thread import STANDING_SECONDS
 
 ALLOCATION_SECONDS = 20.0
@@ -301,6 +302,30 @@ def test_a_prefill_that_goes_on_for_ever_does_not_keep_blocks_that_others_need(r
     pair.prefill.admits = True
     pair.settle()
     assert first.num_external == len(PROMPT)
+
+
+@pytest.mark.parametrize("is_offered", [True, False], ids=["offered", "its own"])
+@pytest.mark.parametrize(("mode", "slots"), [(PUSH, (0, 0)), (PULL, (16, 4))], ids=["push", "staged pull"])
+def test_what_fits_only_into_blocks_that_a_still_decode_is_sent_has_an_end(
+    mode: TransferMode, slots: tuple[int, int], is_offered: bool
+) -> None:
+    """Decode stands still in the middle of a WRITE, whose blocks stay prefill's until it goes on."""
+    pair = Pair(mode, kind(num_blocks=21, caches_prefixes=False), kind(slots=slots))
+    pair.acquaint()
+    upstream = pair.ask_prefill(tuple(range(1000, 1048)))
+    pair.settle()
+    pair.ask_decode(upstream.answer, upstream.prompt)
+    pair.until_posted()
+    pair.cluster.vanish(pair.decode)
+    own = tuple(range(2000, 2040))
+    found = pair.ask_prefill(own) if is_offered else pair.prefill.add(Request("plain", own, None))
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert found.status is Status.WAITING
+    pair.pass_time(TIMEOUT_SECONDS + PROBE_SECONDS + LEASE_SECONDS)
+    assert found.status is Status.ERROR and pair.causes(pair.prefill) == {"quarantine": 1}
+    pair.cluster.come_back(pair.decode)
+    pair.pass_time(TIMEOUT_SECONDS)
+    assert len(pair.prefill.pool.free) == 20
 
 
 @DIRECTIONS

@@ -137,6 +137,12 @@ SKELETON = {
             return "/tmp/kvcached-tp-" + (ipc_name or DEFAULT_IPC_NAME)
         DEFAULT_IPC_NAME = _obtain_default_ipc_name()
     """,
+    "kvcached.kv_cache_manager": """
+        from kvcached.utils import DEFAULT_IPC_NAME
+        class KVCacheManager:
+            def resize(self, new_mem_size):
+                return True
+    """,
     "kvcached.integration.vllm.interfaces": """
         import torch
         def shutdown_kvcached():

@@ -43,22 +43,22 @@ class Platform:
         self._own = threading.local()
         zeros, empty = torch.zeros, torch.empty
 
-        def made(*shape: Any, **options: Any) -> torch.Tensor:
+        def made(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            if pin_memory:
+                self.uses("pinned memory")
             if torch.device(options.get("device") or "cpu").type == "cpu":
                 return zeros(*shape, **options)
             assert options["device"] == "cuda:1"
             self.uses("a context")
             return zeros(*shape)
 
-        def pinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-            if pin_memory:
-                self.uses("pinned memory")
+        def unset(*shape: Any, **options: Any) -> torch.Tensor:
             if options.get("device") == RANK_1:
                 self.uses("its memory")
                 del options["device"]
             return empty(*shape, **options)
 
-        patch.setattr(torch, "empty", pinned)
+        patch.setattr(torch, "empty", unset)
         patch.setattr(torch.accelerator, "set_device_index", self.select)
         patch.setattr(torch, "zeros", made)
         patch.setattr(torch, "Stream", lambda device: Stream(self, device))

@@ -78,3 +78,5 @@ KVCACHED_COORDINATOR = Target("kvcached's patch of the coordinator", _PATCHES, "
 KVCACHED_GPU_WORKER = Target("kvcached's patch of the GPU worker", _PATCHES, "GPUWorkerPatch")
 KVCACHED_INTERFACES = Target("kvcached's engine", "kvcached.integration.vllm.interfaces")
 """The functions that kvcached's patches of vLLM call."""
+KVCACHED_MANAGER = Target("kvcached's manager", "kvcached.kv_cache_manager", "KVCacheManager")
+"""Which blocks of an engine are allocated, and in which pages."""

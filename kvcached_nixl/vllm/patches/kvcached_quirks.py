@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvcached 0.1.6 puts into vLLM, corrected: its own patch of the NIXL connector is taken off, and others are
-completed.
+"""What kvcached 0.1.6 puts into vLLM, corrected: its own patch of the NIXL connector is taken off, others are
+completed, and its limit is kept within its pool.
 
 This package's patches supersede its ``NixlConnectorPatch``. If that is loaded later, its ``patch_connector`` does
 nothing. If it was applied already (ENABLE_KVCACHED set in a script, this package loaded by vLLM's plugin loader), its
@@ -11,9 +11,9 @@ The others leave something out of vLLM below 0.28, and of what vLLM 0.32 and 0.3
 Each of them patches a module, and what it put there is wrapped. What kvcached does not replace, because it has done so
 before, is not wrapped again.
 
-Runs in: every process, while vLLM is being imported, as kvcached patches it.
-Sources: kvcached 0.1.6, ``integration/vllm/{nixl_compat,patches,allocation_attempt}.py``; ``v1/core/block_pool.py``,
-0.32's ``v1/worker/utils.py`` and ``v1/worker/gpu_worker.py``.
+Runs in: every process, while vLLM is being imported, as kvcached patches it; `resize` in the engine core.
+Sources: kvcached 0.1.6, ``integration/vllm/{nixl_compat,patches,allocation_attempt}.py``, ``kv_cache_manager.py``,
+``csrc/page_allocator.cpp``; ``v1/core/block_pool.py``, 0.32's ``v1/worker/utils.py`` and ``v1/worker/gpu_worker.py``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     KVCACHED_ALLOCATION,
     KVCACHED_COORDINATOR,
     KVCACHED_GPU_WORKER,
+    KVCACHED_MANAGER,
     KVCACHED_PATCH,
     PULL_FACADE,
 )
@@ -197,6 +198,14 @@ def patch_allocate_slots(call: Call) -> bool:
         return bool(call.proceed())
     finally:
         patch.detected_version = found
+
+
+@Patch(KVCACHED_MANAGER, "resize", "scheduler", "self new_mem_size")
+def resize(call: Call) -> bool:
+    """Without it, a limit above the pool (``kvctl limit``) hands blocks out twice, or blocks that do not exist: two
+    requests write one block. Until kvcached keeps it within the pool here, as in its ``set_memory_limit``."""
+    pool_bytes = private(call.instance, "mem_size")
+    return bool(call.proceed(new_mem_size=min(call.argument("new_mem_size"), pool_bytes)))
 
 
 def _completed(call: Call, owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:

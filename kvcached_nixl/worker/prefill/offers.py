@@ -76,6 +76,11 @@ class WriteTask:
         return self.agent, self.registration.attempt
 
     @property
+    def decode_id(self) -> str:
+        """The engine that has registered."""
+        return self.registration.decode.engine_id
+
+    @property
     def is_complete(self) -> bool:
         """Whether a WRITE was made for every token."""
         return self.next_token >= self.registration.end_token

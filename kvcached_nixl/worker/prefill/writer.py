@@ -363,6 +363,8 @@ class Writer(PeerListener):
                 self._stuck[key] = now_seconds + PROBE_SECONDS
                 self.stop(task, HandOverFailed(FailureCause.DEADLINE, "prefill did not write it in time"))
                 self._context.peers.probe(task.registration.decode)
+                if not task.is_finished and task.offer is not None:
+                    self._context.outcomes.stuck(task.offer.request_id)
         return earliest(*(one.first_seconds for one in (self._matcher, self._stuck, self._renewed)))
 
     def _renew(self, keys: Iterable[WriteKey], now_seconds: float) -> None:

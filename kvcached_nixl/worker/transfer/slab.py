@@ -68,7 +68,8 @@ class Slab:
         def make() -> tuple[torch.Tensor, torch.Tensor]:
             select_device(layout.device.type, layout.device.index or 0)
             return (
-                torch.empty(begins[-1] + _ALIGNED_BYTES, dtype=torch.uint8, device=device, pin_memory=is_elsewhere),
+                # What was never written must be finite: kernels read behind a request's last token, too.
+                torch.zeros(begins[-1] + _ALIGNED_BYTES, dtype=torch.uint8, device=device, pin_memory=is_elsewhere),
                 torch.empty(num_blocks, dtype=torch.int64, device=layout.device),
             )
 

@@ -27,8 +27,8 @@ from kvcached_nixl.worker.transfer.slab import Slab, SlabUse, Slots, Use
 WINDOW_BLOCKS = 512
 """Most kernel blocks in the slots of one range: so the next range can be copied while this one is transferred."""
 _SHARES = 4
-"""A quarter of the slots for a use is the most that one range takes, and the most that one peer may write into: slots
-that a vanished host may still write stay taken, and other peers have to be served."""
+"""A quarter of the slots for a use is the most that one peer has, and half of that the most that one range takes: slots
+that a vanished host may still write, or is still sent, stay taken, and other peers have to be served."""
 
 
 @dataclass(eq=False)
@@ -36,14 +36,14 @@ class Held:
     """Slots that hold the KV of a range of tokens.
 
     Attributes:
-        owner: the engine that writes into the slots, or "".
+        owner: the engine that writes into the slots or is sent them; "" if they are parked.
         groups: per KV-cache group, the slab's blocks of the tokens that are moved of it.
         slots: that these blocks are in.
         staged_token: tokens before this one are in the slots.
         asked_token: for a parked offer: tokens before this one are in the slots or being copied into them.
         copies: copies under way, into the slots or out of them.
         jobs: WRITEs from the slots that have not ended.
-        is_stuck: the KV is not wanted any more, but a peer may still write into the slots.
+        is_stuck: the KV is not wanted any more, but a transfer or a copy may still use the slots.
     """
 
     use: Use
@@ -78,9 +78,9 @@ class Staging:
     blocks_in_slot: tuple[int, ...] = ()
     num_waits: int = 0
     _waiting: dict[tuple[Use, str], dict[object, Callable[[], bool]]] = field(default_factory=dict)
-    _owned: Counter[str] = field(default_factory=Counter)
+    _owned: Counter[tuple[Use, str]] = field(default_factory=Counter)
+    _stuck: Counter[Use] = field(default_factory=Counter)
     _freed: bool = False
-    _stuck: int = 0
 
     def __post_init__(self) -> None:
         self.blocks_in_slot = self.blocks_in_slot or (1,) * len(self.block_sizes)
@@ -103,7 +103,7 @@ class Staging:
         Args:
             first_tokens: per KV-cache group, its first token that is moved.
             step: the range ends at a multiple of this, or at ``end_token``.
-            owner: the engine that will write into the slots, if that is another one.
+            owner: the engine that will write into the slots or be sent them, if that is known.
         """
         ends = range(first_token // step * step + step, end_token + step, step)
         if is_whole:
@@ -113,11 +113,10 @@ class Staging:
             return self._count(first_tokens, first_token, min(end, end_token))
 
         # A part of what is left besides stuck slots: so however many peers have vanished, the next one still gets some.
-        left = self.slots.most(use) - (self._stuck if use is Use.RECEIVING else 0)
-        part = max(left // _SHARES, count(ends[0]))
-        most = min(self.slots.available(use), max(min(WINDOW_BLOCKS // max(self.blocks_in_slot), part), count(ends[0])))
+        part, least = (self.slots.most(use) - self._stuck[use]) // _SHARES, count(ends[0])
+        most = min(self.slots.available(use), max(min(WINDOW_BLOCKS // max(self.blocks_in_slot), part // 2), least))
         if owner:
-            most = min(most, part - self._owned[owner])
+            most = min(most, max(part, least) - self._owned[use, owner])
         place = bisect_right(ends, most, key=count)
         if place:
             return self._take(use, owner, first_tokens, first_token, min(ends[place - 1], end_token))
@@ -157,22 +156,22 @@ class Staging:
             waiting=sum(map(len, self._waiting.values())),
         )
 
-    def is_waiting(self, use: Use, who: object) -> bool:
-        return who in self._waiting.get((use, ""), ())
+    def is_waiting(self, use: Use, who: object, owner: str = "") -> bool:
+        return who in self._waiting.get((use, owner), ())
 
     def mark_stuck(self, held: Held) -> None:
-        """The KV is not wanted any more, but the slots stay taken until no peer writes into them."""
+        """The KV is not wanted any more, but the slots stay taken until no transfer or copy uses them."""
         if not held.is_stuck:
             held.is_stuck = True
-            self._stuck += len(held.slots)
+            self._stuck[held.use] += len(held.slots)
 
     def give_back(self, held: Held) -> None:
         """Free slots that no copy or transfer touches any more."""
         if held.is_stuck:
             held.is_stuck = False
-            self._stuck -= len(held.slots)
+            self._stuck -= Counter({held.use: len(held.slots)})
         self.slots.give_back(held.slots, held.use)
-        self._owned -= Counter({held.owner: len(held.slots)})
+        self._owned -= Counter({(held.use, held.owner): len(held.slots)})
         self._freed = True
 
     def gather(
@@ -210,7 +209,7 @@ class Staging:
             ids = [KernelBlock(slot * room + place) for slot in within for place in range(room)]
             groups.append(KernelBlockRange(begin, tuple(ids[:here])))
         if owner:
-            self._owned[owner] += count
+            self._owned[use, owner] += count
         return Held(use, owner, first_token, end_token, tuple(groups), taken, first_token)
 
     def _count(self, first_tokens: Sequence[int], first_token: int, end_token: int) -> int:

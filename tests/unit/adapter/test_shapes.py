@@ -131,6 +131,7 @@ def test_a_fixture_that_is_older_than_a_patch_or_a_read_says_so(shape: dict[str,
 OF_KVCACHED = {
     "page_allocator",
     "block_mem_size",
+    "mem_size",
     "page_size",
     "num_layers",
     "num_kv_buffers",

@@ -19,6 +19,7 @@ from kvcached_nixl.vllm.patches.kvcached_quirks import (
     patch_allocate_slots,
     patch_coordinator,
     patch_worker_init_device,
+    resize,
 )
 from kvcached_nixl.vllm.patches.windows import PATCH_NAMES, Contact, Windows, differences
 
@@ -133,6 +134,14 @@ def test_kvcached_patches_the_allocation_as_where_it_undoes_one() -> None:
     with pytest.raises(RuntimeError):
         patch_allocate_slots.wrapper(Call(apply, patch, (), {}))
     assert seen == ["0.28.0", "0.28.0"] and patch.detected_version == "0.26.0"
+
+
+@pytest.mark.parametrize(("limit", "applied"), [(0, 0), (8, 8), (9, 8)])
+def test_a_limit_is_kept_within_the_pool(limit: int, applied: int) -> None:
+    def stock(new_mem_size: int) -> bool:
+        return new_mem_size == applied
+
+    assert resize.wrapper(Call(stock, SimpleNamespace(mem_size=8), (limit,), {}))
 
 
 OF_RUNNER = ">=0.29.0,<0.31.0"

@@ -114,6 +114,19 @@ def test_what_has_ended_is_told_apart(cause: RevocationCause, num_owed: int) -> 
     assert three_kept().kept.ended(["p2"]) == (1, 0)
 
 
+def test_what_a_still_decode_is_sent_is_held_and_gives_no_blocks_back() -> None:
+    prefill = three_kept()
+    kept, prefill.pool.of = prefill.kept, {"p1": [7, 3, 9]}
+    kept.stuck([P1, PrefillRequestId("unknown")])
+    assert kept.let_go() == {"p1"} and prefill.holds.num_blocks == 3, "others may end for want of blocks"
+    kept.stuck([P1])
+    assert kept.let_go() == set()
+    kept.give_way(RevocationCause.LIMIT, 3)
+    assert list(revoked_in(prefill.take())) == ["p2"]
+    kept.ended(["p1"])
+    assert prefill.pool.freed == [7, 3, 9] and not prefill.holds.num_blocks
+
+
 # ------------------------------------------------------------------------------------------------------------------ end
 
 

@@ -84,14 +84,14 @@ class Side:
 
 @pytest.fixture
 def side() -> Side:
-    """24 slots: 8 for parked offers, and 16 for windows of up to 4 each."""
+    """24 slots: 8 for parked offers, and 16 for windows of up to 2 each; 4 for one decode."""
     return Side()
 
 
 @pytest.fixture
 def narrow() -> Side:
-    """8 slots: none for parked offers, and 4 for windows of one block each."""
-    return Side(8, 4)
+    """16 slots: none for parked offers, and 8 for windows of one block each; 2 for one decode."""
+    return Side(16, 8)
 
 
 def held_for(side: Side, task: WriteTask) -> Held:
@@ -172,7 +172,7 @@ def waiting(narrow: Side, number: int = 2) -> tuple[list[int], list[WriteTask]]:
     for task in tasks:
         for _ in range(2):
             assert narrow.staged.find(task, TOKENS) is None
-        assert narrow.staging.is_waiting(Use.SENDING, task)
+        assert narrow.staging.is_waiting(Use.SENDING, task, task.decode_id)
     return taken, tasks
 
 
@@ -191,7 +191,7 @@ def test_a_registration_that_needs_no_slots_any_more_keeps_nobody_waiting(why: s
         first.offer.stopped = "revoked"
     narrow.free(taken, Use.SENDING)
     assert narrow.copies.blocks == [[7]]
-    assert not narrow.staging.is_waiting(Use.SENDING, first) and not narrow.staging.is_waiting(Use.SENDING, second)
+    assert not any(narrow.staging.is_waiting(Use.SENDING, one, one.decode_id) for one in (first, second))
     narrow.copies.end()
     assert narrow.advanced == [second] and narrow.failed == []
 
@@ -203,4 +203,4 @@ def test_a_registration_that_fails_when_slots_are_free_is_told_why(narrow: Side)
     update(first.offer, TOKENS, (BLOCKS, BLOCKS))
     narrow.free(taken, Use.SENDING)
     assert narrow.failed == [(first, "found a registration of 1 KV-cache groups; expected 2")]
-    assert narrow.copies.blocks == [[7]] and not narrow.staging.is_waiting(Use.SENDING, second)
+    assert narrow.copies.blocks == [[7]] and not narrow.staging.is_waiting(Use.SENDING, second, second.decode_id)

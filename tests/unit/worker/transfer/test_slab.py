@@ -94,6 +94,16 @@ def test_its_extent_holds_every_slot_and_no_address_of_the_cache() -> None:
         assert pool.data_ptr() + pool.nbytes <= begin or begin + length <= pool.data_ptr()
 
 
+def test_what_was_never_written_is_zero() -> None:
+    """It is copied with a slot's last token, and what lies behind that must be finite for vLLM's kernels."""
+    torch.use_deterministic_algorithms(True)  # Fills what `torch.empty` returns.
+    try:
+        slab = Slab(allocate(Geometry())[0], 4, CPU)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(area.any() for _, area in slab.areas)
+
+
 def test_blocks_and_slots_are_one_for_one() -> None:
     layout, _, _ = allocate(Geometry())
     slab = Slab(layout, 4, CPU)
@@ -246,33 +256,40 @@ def test_no_slot_is_ever_two_peoples(data: st.DataObject) -> None:
 
 @pytest.fixture
 def staging() -> Staging:
-    """72 slots, 64 of them for received KV."""
+    """72 slots, 64 of them for received KV, or for what is sent."""
     return staging_over(Slots(72, 8), HeldCopies(), (16,))
 
 
-def take(staging: Staging, owner: str) -> list[Held]:
-    """Takes as many slots as one engine may write into."""
+def take(staging: Staging, use: Use, owner: str) -> list[Held]:
+    """Takes as many slots as one engine may write into, or be sent."""
     found = []
-    while (held := staging.take(Use.RECEIVING, [0], 0, 16 * 1000, 16, owner=owner)) is not None:
+    while (held := staging.take(use, [0], 0, 16 * 1000, 16, owner=owner)) is not None:
         found.append(held)
     return found
 
 
-def test_those_that_are_not_heard_of_leave_something_for_the_next_one(staging: Staging) -> None:
+@pytest.mark.parametrize("use", [Use.RECEIVING, Use.SENDING])
+def test_those_that_are_not_heard_of_leave_something_for_the_next_one(staging: Staging, use: Use) -> None:
     """Engines that have vanished keep slots, but each gets only a part of what is left, so some always remain."""
     taken = []
     for number in range(12):
-        mine = take(staging, f"engine {number}")
+        mine = take(staging, use, f"engine {number}")
         assert mine, f"nothing is left after {number} engines have vanished"
         for held in mine:
             staging.mark_stuck(held)
             staging.mark_stuck(held)
         taken += mine
-    assert len(take(staging, "one that lives")) > 0
+    assert len(take(staging, use, "one that lives")) > 0
     for held in taken:
         staging.give_back(held)
     assert not any(held.is_stuck for held in taken)
-    assert sum(len(held.slots) for held in take(staging, "another")) == 64 // 4
+    assert [len(held.slots) for held in take(staging, use, "another")] == [64 // 8, 64 // 8]
+
+
+def test_what_a_peer_writes_leaves_it_what_it_is_sent(staging: Staging) -> None:
+    """Else two engines that send each other KV could each wait for the slots that only the other one frees."""
+    counts = [sum(len(held.slots) for held in take(staging, use, "one")) for use in (Use.RECEIVING, Use.SENDING)]
+    assert counts == [64 // 4, 64 // 4]
 
 
 def window(staging: Staging, num_writers: int = 1) -> tuple[StagingWindow, list[Held]]:
