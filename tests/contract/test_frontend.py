@@ -23,13 +23,13 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from kvcached_nixl.patching import Call, Registry
-from kvcached_nixl.vllm.patches import frontend, leaving, patches_in
-from kvcached_nixl.vllm.patches.roles import ARRIVED, Arrived, Role
+from kvcached_nixl.vllm.patches import admission, frontend, leaving, patches_in
+from kvcached_nixl.vllm.patches.admission import ARRIVED, Arrived, Role
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    with applied((*patches_in(frontend), *patches_in(leaving))) as registry:
+    with applied((*patches_in(frontend), *patches_in(leaving), *patches_in(admission))) as registry:
         yield registry
 
 

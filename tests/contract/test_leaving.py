@@ -24,13 +24,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from kvcached_nixl.patching import Registry
-from kvcached_nixl.vllm.patches import leaving, patches_in
-from kvcached_nixl.vllm.patches.roles import ROLES, Role, Roles
+from kvcached_nixl.vllm.patches import admission, leaving, patches_in
+from kvcached_nixl.vllm.patches.admission import ROLES, Role, Roles
 
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[Registry]:
-    with applied(patches_in(leaving)) as registry:
+    with applied((*patches_in(leaving), *patches_in(admission))) as registry:
         yield registry
 
 

@@ -25,12 +25,12 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from kvcached_nixl.patching import Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import sent_prompt
-from kvcached_nixl.vllm.patches import answering, leaving, patches_in
+from kvcached_nixl.vllm.patches import admission, answering, leaving, patches_in
 from kvcached_nixl.wire.question import ASKED_PATH, AskFailed, encode_prompt, read_answer
 
 KEY = {"Authorization": "Bearer key"}
 ROLE = "/v1/kvcached_nixl/role"
-GENERATION_ERROR = leaving.generation_error()
+GENERATION_ERROR = admission.generation_error()
 HIDDEN = 8
 CLIENT: Any = None
 QUESTION = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -74,7 +74,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     assert "internal" in inspect.signature(AsyncLLM.abort).parameters
     monkeypatch.setattr(AsyncLLM, "add_request", add_request)
     monkeypatch.setattr(AsyncLLM, "abort", abort)
-    with applied((*patches_in(answering), *patches_in(leaving))) as registry:
+    with applied((*patches_in(answering), *patches_in(leaving), *patches_in(admission))) as registry:
         yield registry
 
 

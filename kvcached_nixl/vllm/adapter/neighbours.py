@@ -222,3 +222,10 @@ def with_children(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for child in children if isinstance(children, list) else ():
         if isinstance(child, Mapping):
             yield from with_children(child)
+
+
+def extras_of(transfer_config: Any) -> Iterator[Mapping[str, Any]]:
+    """``kv_connector_extra_config`` of each connector. NIXL's was checked when the engine started; beside it there may
+    be anything."""
+    found = (one.get(_EXTRA) for one in with_children(vars(transfer_config)))
+    return (one for one in found if isinstance(one, Mapping))

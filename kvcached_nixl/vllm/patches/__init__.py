@@ -10,6 +10,7 @@ from types import ModuleType
 
 from kvcached_nixl.patching import Patch
 from kvcached_nixl.vllm.patches import (
+    admission,
     answering,
     arrival,
     connector,
@@ -34,6 +35,7 @@ _SUBJECTS = (
     engine_loop,
     weights,
     leaving,
+    admission,
     frontend,
     answering,
     naming,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill's endpoints: for prompts with images, sounds, ..., or of embeddings, which ``/v1/completions`` takes none of;
-and for how much of a prompt its engine has cached, and the KV of that, if it is enough: then decode computes the rest
-itself, and no step is needed here.
+"""Endpoints that this package adds to an API server: for the role of a server; of prefill, for prompts with images,
+sounds, ..., or of embeddings, which ``/v1/completions`` takes none of; and for how much of a prompt its engine has
+cached, and the KV of that, if it is enough: then decode computes the rest itself, and no step is needed here.
 
-With that for the role of a server (`roles`), these are routes below ``/v1``, which vLLM's ``AuthenticationMiddleware``
-guards. vLLM's own handlers answer what is raised here: 400 for a ValueError.
+They are routes below ``/v1``, which vLLM's ``AuthenticationMiddleware`` guards. vLLM's own handlers answer what is
+raised here: 400 for a ValueError.
 
 For a look-up the API server calls its engine as for other things that are no requests: a request would be counted, be
 limited as those of clients (``--max-num-queued-tokens``), and set the ranks of data parallelism going. What takes time
@@ -19,24 +19,26 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from kvcached_nixl.errors import Refused
 from kvcached_nixl.patching import Call, Patch
+from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.asked_prompts import engine_prompt
 from kvcached_nixl.vllm.adapter.attributes import private
 from kvcached_nixl.vllm.adapter.locate import API_ROUTES
+from kvcached_nixl.vllm.patches.admission import ARRIVED, ROLES, Role, Roles, drop_rest
 from kvcached_nixl.vllm.patches.engine_blocks import blocks_of, bound_sides
-from kvcached_nixl.vllm.patches.leaving import drop_rest
-from kvcached_nixl.vllm.patches.roles import ARRIVED, ROLE_PATH, ROLES, answer, role_of
 from kvcached_nixl.wire.params import params_to_prefill
 from kvcached_nixl.wire.question import (
     ASKED_PATH,
@@ -47,6 +49,9 @@ from kvcached_nixl.wire.question import (
     decode_prompt,
 )
 
+logger = logging.getLogger(SERVER_LOGGER)
+
+ROLE_PATH = "/v1/kvcached_nixl/role"
 MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
 """Of all requests whose prompts are not computed yet."""
 READ_SECONDS = 60.0
@@ -68,7 +73,7 @@ def register_scale_out_api_routers(call: Call) -> None:
     if transfer is None:
         return
     setattr(app.state, ROLES, role_of(app.state.args))
-    routes = [Route(ROLE_PATH, answer, methods=["GET", "POST"], include_in_schema=False)]
+    routes = [Route(ROLE_PATH, _role, methods=["GET", "POST"], include_in_schema=False)]
     if transfer.is_kv_producer:
         for path, handle in ((ASKED_PATH, _computed), (LOOK_UP_PATH, _looked_up)):
             routes.append(Route(f"/{path}", _Endpoint(handle).answer, methods=["POST"], include_in_schema=False))
@@ -293,3 +298,54 @@ class _LookUps:
             cache_salt=salt or None,
             block_hasher=private(self._core, "request_block_hasher"),
         )
+
+
+# ------------------------------------------------------------------------------------------------- the role of a server
+
+
+def role_of(arguments: Any) -> Roles:
+    """The role at start of an API server with these arguments of ``vllm serve``, which has a connector."""
+    from vllm import envs
+
+    transfer, num_servers = arguments.kv_transfer_config, arguments.api_server_count or 1
+    role = Role(bool(transfer.is_kv_producer) + 2 * bool(transfer.is_kv_consumer))
+    if role is not Role.BOTH:
+        found, expected = f"a server whose kv_role is that of {role} alone", "kv_role kv_both"
+    elif num_servers > 1:
+        found, expected = f"{num_servers} API servers, of which one has got this call", "--api-server-count 1"
+    elif not any(arguments.api_key or [envs.VLLM_API_KEY]):
+        found, expected = "a server without a key, whose role anybody could change", "--api-key"
+    else:
+        return Roles(role, None)
+    unchanged, remedy = "The role is unchanged.", "Start the server so, or choose another one."
+    return Roles(role, Refused(found=found, expected=expected, consequence=unchanged, remedy=remedy))
+
+
+class _Wanted(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["prefill", "decode", "both"]
+
+
+async def _role(request: Any) -> Any:
+    """The endpoint `ROLE_PATH`, which tells the role, and changes it."""
+    from starlette.responses import JSONResponse
+
+    roles: Roles = getattr(request.app.state, ROLES)
+    if request.method == "POST":
+        body = await request.body()
+        if roles.why_fixed is not None:
+            raise _error(HTTPStatus.CONFLICT, roles.why_fixed.line)
+        try:
+            role = Role[msgspec.json.decode(body, type=_Wanted).role.upper()]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            refused = Refused(
+                found=f"a body that cannot be used: {error}",
+                expected='{"role": "prefill"}, "decode" or "both"',
+                consequence=f"The role is still {roles.role}.",
+                remedy="Send one of these as JSON.",
+            )
+            raise _error(HTTPStatus.BAD_REQUEST, refused.line) from error
+        if role is not roles.role:
+            before, roles.role = roles.role, role
+            told = "The role is %s, and was %s: %d requests of that are under way"
+            logger.info(told, role, before, roles.num_left)
+    return JSONResponse({"role": str(roles.role), "under_way": roles.num_left})

@@ -27,8 +27,8 @@ from kvcached_nixl.vllm.adapter.locate import (
     RENDERER,
 )
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
-from kvcached_nixl.vllm.patches.leaving import REFUSED, generation_error, is_leaving
-from kvcached_nixl.vllm.patches.roles import ARRIVED
+from kvcached_nixl.vllm.patches.admission import ARRIVED, REFUSED, generation_error
+from kvcached_nixl.vllm.patches.leaving import is_leaving
 from kvcached_nixl.wire.causes import FAILED, STARVED
 
 logger = logging.getLogger(SERVER_LOGGER)

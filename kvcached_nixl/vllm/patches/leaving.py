@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No connection, or HTTP 503, for what an API server does not serve: new requests of one that is shut down, those that
-are not for its role, and requests that its engine has refused because they have waited for ``queue_timeout``.
+"""vLLM's API server is shut down: its requests get their ends first, then its engine is stopped.
 
 On SIGTERM vLLM stops the engine first and the HTTP server after it. In between, ``/health`` says 200 and new requests
 are answered 200 with ``abort``. Requests that come when the engine has ended never end, nor do those whose last outputs
-were not read in time, and the server waits for them. So it takes no new work and no connections, every request gets its
-end, and then the engine stops.
-
-vLLM answers a request that fails with the status of its exception, and without headers of its own. Of a stream it sends
-status 200 before the engine has said anything. So where requests may be refused, the start of each answer is held back
-until its first part is there.
+were not read in time, and the server waits for them. So it takes no new work (`admission`) and no connections, every
+request gets its end, and then the engine stops.
 
 Needed until vLLM refuses new requests from SIGTERM on, and ends those that its engine has not ended.
 
 Runs in: the API server's process.
 Sources: ``entrypoints/launcher.py`` (``handle_shutdown``), from 0.29 on ``entrypoints/launchers/launcher.py``,
-``v1/engine/async_llm.py``, ``entrypoints/serve/exception_handling``, ``multimodal/cache.py``,
-``starlette/responses.py``.
+``v1/engine/async_llm.py``.
 """
 
 from __future__ import annotations
@@ -25,22 +19,16 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from http import HTTPStatus
 from typing import Any
 
-from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch
+from kvcached_nixl.patching import Call, Patch
 from kvcached_nixl.settings import SERVER_LOGGER, Settings
 from kvcached_nixl.vllm.adapter.attributes import optional, private
-from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_MIDDLEWARE, HTTP_SERVER
-from kvcached_nixl.vllm.adapter.neighbours import with_children
+from kvcached_nixl.vllm.adapter.locate import ENGINE_CLIENT, HTTP_SERVER
+from kvcached_nixl.vllm.adapter.neighbours import extras_of
 from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS
-from kvcached_nixl.vllm.patches.roles import ARRIVED, READY, ROLES, Arrived, Role, Roles, tell_ready
-from kvcached_nixl.wire.causes import FAILED, FailureCause
-from kvcached_nixl.wire.question import MOST_BODY_BYTES, ROLE_HEADER
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -48,7 +36,9 @@ _LEAVING = "_kvcached_nixl_leaving"
 """Attribute of vLLM's client of the engine: when it begins to refuse requests, by `time.monotonic`. Its output
 processor has it, too."""
 _LISTENING = "_kvcached_nixl_listening"
-"""The same client's attribute: the API server's loop, and its HTTP server. And it has the application's `ROLES`."""
+"""The same client's attribute: the API server's loop, and its HTTP server."""
+_ROLES = "_kvcached_nixl_roles"
+"""The same client's attribute: the HTTP requests under way (`admission.Roles`)."""
 _ACCEPTING = "_kvcached_nixl_accepting"
 """Attribute of an HTTP server: the sockets that it accepts from by itself, each with what ends that."""
 _LOOK_SECONDS = 0.05
@@ -56,12 +46,6 @@ _CLOSED_BEFORE_SECONDS = 0.5
 """New connections end before requests are refused: what has come over one until then is served."""
 _LEAST_SECONDS = 1.0
 """For the engine to stop, however long the requests have taken."""
-RETRY_SECONDS = 1
-READ_SECONDS = 5.0
-"""For the rest of a request that is refused."""
-_MESSAGE = "This server is shutting down. Use another one."
-_SERVED = ("/health", "/metrics", "/ping")
-"""Paths that answer until the end, on connections that are open; ``/health`` with 503."""
 
 
 @Patch(ENGINE_CLIENT, "shutdown", "frontend", "self timeout")
@@ -100,15 +84,8 @@ def shut_down(call: Call) -> Any:
             _end_all(handler.get_loop(), processor)
 
 
-def _extras(transfer_config: Any) -> Iterator[Mapping[str, Any]]:
-    """``kv_connector_extra_config`` of each connector. NIXL's was checked when the engine started; beside it there may
-    be anything."""
-    found = (one.get("kv_connector_extra_config") for one in with_children(vars(transfer_config)))
-    return (one for one in found if isinstance(one, Mapping))
-
-
 def _delay_seconds(config: Any, timeout: float) -> float:
-    given = [extra.get("drain_delay") for extra in _extras(config.kv_transfer_config)]
+    given = [extra.get("drain_delay") for extra in extras_of(config.kv_transfer_config)]
     usable = (one for one in given if isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0)
     return float(min(next(usable, Settings.drain_delay_seconds), timeout / 2))
 
@@ -116,8 +93,14 @@ def _delay_seconds(config: Any, timeout: float) -> float:
 def _is_busy(client: Any) -> bool:
     """Whether requests are under way. Between two steps of a beam search, or of tools, the engine has none of them; of
     what runs in the background, HTTP has none."""
-    roles = optional(client, ROLES)
+    roles = optional(client, _ROLES)
     return bool(private(client, "output_processor").has_unfinished_requests() or (roles is not None and roles.is_busy))
+
+
+def note_server(client: Any, server: Any, roles: Any) -> None:
+    """On the API server's loop, when its HTTP server begins."""
+    setattr(client, _LISTENING, (asyncio.get_running_loop(), server))
+    setattr(client, _ROLES, roles)
 
 
 def _is_loop_here() -> bool:
@@ -204,180 +187,3 @@ def check_health(call: Call) -> Any:
         # vLLM's ``/health`` answers this with 503.
         raise EngineDeadError
     return call.proceed()
-
-
-@Patch(ENGINE_CLIENT, "add_request", "frontend", ANY_PARAMETERS)
-def add_request(call: Call) -> Any:
-    """Without it, a server that is shut down would abort new requests with status 200, and leave some without an end;
-    one that has changed its role would serve everybody.
-
-    HTTP requests have been let in, or refused: each gets all its steps."""
-    one = ARRIVED.get()
-    if one is None and refuses(call.instance):
-        from vllm.v1.engine.exceptions import EngineGenerateError
-
-        raise EngineGenerateError(_MESSAGE)
-    if one is not None:
-        one.gives((optional(call.argument("params"), "extra_args") or {}).get("kv_transfer_params"))
-        if one.refusal:
-            return _refuse_prompt(call, one.refusal)
-    return call.proceed()
-
-
-async def _refuse_prompt(call: Call, told: str) -> None:
-    from vllm.v1.engine.async_llm import InputStreamError
-
-    prompt = call.argument("prompt")
-    if isinstance(prompt, Mapping) and "mm_kwargs" in prompt:
-        # The API server believes that its engine has these images, sounds, ... from now on, and would not send them
-        # with the next request: that one would fail.
-        queue = await call.proceed()
-        await call.instance.abort(queue.request_id, internal=True)
-    error = generation_error()(told)
-    error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
-    raise InputStreamError(error)
-
-
-@Patch(HTTP_MIDDLEWARE, "__call__", "frontend", "self scope receive send")
-def serve_http(call: Call) -> Any:
-    """Without it, a server that is shut down would abort new requests with status 200, and leave some without an end;
-    clients of requests that waited too long would not be told when to try again.
-
-    A load balancer tries another server when it gets 503."""
-    scope, receive, send = map(call.argument, ("scope", "receive", "send"))
-    state = scope["app"].state if scope["type"] in ("http", "lifespan") and "app" in scope else None
-    client, roles = optional(state, "engine_client"), optional(state, ROLES)
-    if scope["type"] == "lifespan":
-        server = optional(state, "server")
-        if client is not None and server is not None:
-            setattr(client, _LISTENING, (asyncio.get_running_loop(), server))
-            setattr(client, ROLES, roles)
-    if roles is None or scope["type"] == "lifespan" or scope["path"] in _SERVED:
-        return call.proceed()
-    if scope["path"] in READY:
-        return tell_ready(roles, client, scope, receive, send)
-    return _refuse(scope, receive, send) if refuses(client) else _let_in(call, roles, may_refuse=_may_refuse(client))
-
-
-async def _let_in(call: Call, roles: Roles, *, may_refuse: bool) -> None:
-    scope, receive, send = map(call.argument, ("scope", "receive", "send"))
-    with roles.let_in(scope["path"]) as one:
-        if one.role is Role.BOTH and not may_refuse:
-            await call.proceed()
-            return
-        # Clients are refused while the role is prefill; their streams would begin at once.
-        answer = RefusableAnswer(scope, receive, send, one, holds=may_refuse or one.role is Role.PREFILL)
-        try:
-            await call.proceed(send=answer)
-        except Exception:
-            # A stream of `/v1/responses` breaks off.
-            if not await answer.refused():
-                raise
-
-
-async def _refuse(scope: Any, receive: Any, send: Send) -> None:
-    from starlette.requests import ClientDisconnect, Request
-
-    try:
-        await asyncio.wait_for(drop_rest(Request(scope, receive).stream()), READ_SECONDS)
-    except asyncio.TimeoutError:
-        logger.debug("A request that is refused was not read to its end")
-    except ClientDisconnect:
-        return
-    await _unavailable(_MESSAGE, str(RETRY_SECONDS))(scope, receive, send)
-
-
-async def drop_rest(chunks: AsyncIterator[bytes]) -> None:
-    """Reads what is left of a request that is refused. When a connection is closed with bytes that nobody has read, its
-    client gets a reset, and may not see the answer. Bounded, since a client may send without an end."""
-    num_bytes = 0
-    async for chunk in chunks:
-        num_bytes += len(chunk)
-        if num_bytes > MOST_BODY_BYTES:
-            return
-
-
-def _unavailable(message: str, retry_after: str, **headers: str) -> Any:
-    """An answer as ASGI application."""
-    from starlette.responses import JSONResponse
-
-    error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
-    return JSONResponse({"error": error}, 503, {"Retry-After": retry_after, **headers})
-
-
-# ----------------------------------------------------------------------------------------- what an engine has refused
-
-REFUSED = f"{FAILED}cause={FailureCause.QUEUE_TIMEOUT.label} "
-"""How it begins what an engine says of a request that it has refused."""
-_TOLD = re.compile(rf'{REFUSED}retry_after=(\d+)[^"]*'.encode())
-_STREAMED = b'data: {"error"'
-_LOOKED_AT = 500
-"""Bytes of an answer in which an error's message begins."""
-Send = Callable[[Any], Awaitable[None]]
-
-
-def generation_error() -> Any:
-    """The class of error that vLLM raises for a request that has failed."""
-    try:
-        from vllm.exceptions import GenerationError
-    except ImportError:
-        # Below vLLM 0.29.
-        from vllm.entrypoints.openai.engine.protocol import GenerationError
-    return GenerationError
-
-
-def _may_refuse(client: Any) -> bool:
-    """Whether the engine of this client may refuse requests."""
-    config = optional(optional(client, "vllm_config"), "kv_transfer_config")
-    return config is not None and any("queue_timeout" in extra for extra in _extras(config))
-
-
-class RefusableAnswer:
-    """Takes an answer's messages in place of ASGI's ``send``.
-
-    Args:
-        arrived: its request.
-        holds: whether the start of an answer is held back until its first part is there.
-    """
-
-    def __init__(self, scope: Any, receive: Any, send: Send, arrived: Arrived, *, holds: bool) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
-        self._arrived, self._holds = arrived, holds
-        self._held: list[Any] = []
-        self._is_refused = False
-
-    async def __call__(self, message: Any) -> None:
-        starts = message["type"] == "http.response.start"
-        if await self.refused(starts=starts):
-            return
-        held, self._held = self._held, []
-        if (starts and self._holds) or (held and message.get("more_body") and self._is_undecided):
-            self._held = [*held, message]
-            return
-        if held:
-            start = held[0]
-            body = bytes(message.get("body", b"")[:_LOOKED_AT])
-            told = _TOLD.search(body) if start["status"] >= 500 or body.startswith(_STREAMED) else None
-            if told is not None and start["status"] < 500:
-                await self._refuse(told[0].decode(), told[1].decode())
-                return
-            if told is not None:
-                held[0] = {**start, "headers": [*start.get("headers", ()), (b"retry-after", told[1])]}
-        for one in (*held, message):
-            await self._send(one)
-
-    async def refused(self, *, starts: bool = False) -> bool:
-        """Whether the request was refused. Answers one that is not for the server's role, if nothing was sent yet."""
-        if not self._is_refused and (starts or self._held) and self._arrived.refusal:
-            await self._refuse(self._arrived.refusal, str(RETRY_SECONDS), **{ROLE_HEADER: str(self._arrived.role)})
-        return self._is_refused
-
-    @property
-    def _is_undecided(self) -> bool:
-        """Whether a stream says something before its prompt is given to the engine, as in ``/v1/responses``."""
-        one = self._arrived
-        return self._scope["method"] == "POST" and one.role is Role.PREFILL and one.is_for is None
-
-    async def _refuse(self, told: str, retry_after: str, **headers: str) -> None:
-        self._is_refused = True
-        await _unavailable(told, retry_after, **headers)(self._scope, self._receive, self._send)
