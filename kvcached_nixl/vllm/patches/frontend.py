@@ -42,6 +42,9 @@ _READABLE: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Fields from a body or a header that not every endpoint checks, and their types."""
+MOST_LEVELS = 100
+"""Of lists and mappings in one another. vLLM pickles parameters for several workers, on the engine's thread, and pickle
+ends at less than 500."""
 
 _HIDES_ABORT = "_kvcached_nixl_hides_abort"
 """Attribute of the queue of a request whose endpoint would call its aborted answer whole."""
@@ -54,7 +57,8 @@ def assign_request_id(call: Call) -> None:
     forever. Until vLLM's engine answers requests that it cannot decode.
 
     Refuse a request that the engine's process could not decode, or that cannot be encoded for it (numbers above 64
-    bits, text that is not Unicode), before vLLM counts it for a data-parallel rank, for ever.
+    bits, text that is not Unicode) or by it for its workers (deeply nested), before vLLM counts it for a data-parallel
+    rank, for ever.
 
     Raises:
         VLLMValidationError: answered with HTTP 400; the message names the field.
@@ -68,11 +72,13 @@ def assign_request_id(call: Call) -> None:
         except msgspec.ValidationError as error:
             raise VLLMValidationError(f"{name}: {error}. Send a value of that type, or omit the field.") from error
     # What may hold what cannot be encoded; a later vLLM may have more of it.
-    sent = [core_request.request_id, core_request.cache_salt, private(core_request, "sampling_params")]
+    sent = [core_request.request_id, core_request.cache_salt]
+    sent += [private(core_request, "sampling_params"), private(core_request, "pooling_params")]
     sent += [optional(core_request, "session_id"), optional(core_request, "reasoning_parser_kwargs")]
     sent += [(one.identifier, one.mm_hash) for one in core_request.mm_features or ()]
     try:
         msgspec.msgpack.encode(sent)
+        _check_levels(msgspec.to_builtins(sent))
     except (OverflowError, UnicodeError, RecursionError) as error:
         raise _not_sendable(error) from error
     except TypeError:
@@ -81,10 +87,20 @@ def assign_request_id(call: Call) -> None:
     call.proceed()
 
 
+def _check_levels(sent: Any) -> None:
+    level = [sent]
+    for _ in range(MOST_LEVELS):
+        nested = (one for one in level if isinstance(one, (dict, list, tuple)))
+        level = [inner for one in nested for inner in (one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return
+    raise RecursionError(f"more than {MOST_LEVELS} levels")
+
+
 def _not_sendable(error: Exception) -> Exception:
     from vllm.exceptions import VLLMValidationError
 
-    expected = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
+    expected = f"expected numbers of 64 bits, Unicode text, and at most {MOST_LEVELS} levels of nesting"
     refusal: Exception = VLLMValidationError(f"a field of the request cannot be sent: {error}; {expected}.")
     return refusal
 
