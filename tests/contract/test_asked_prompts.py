@@ -249,6 +249,10 @@ REFUSED = {
     "pickle": image(item=msgspec.Raw(msgspec.msgpack.encode({"pixels": msgspec.msgpack.Ext(1, pickle.dumps(print))}))),
     "a model without sounds": image(modality="audio"),
     "more images than this server takes": body_of(request(*(feature(4 * place) for place in range(3)))),
+    "more tokens than this server takes": body_of(request(feature(2), prompt_token_ids=[*IDS, 1])),
+    "lists without an end": image(
+        item=msgspec.Raw(msgspec.msgpack.encode({"a": {"data": [[]] * 5000, "field": "batched"}}))
+    ),
     "embeddings of another size": embeddings(HIDDEN + 1),
     "embeddings of another type": embeddings(dtype=torch.float32),
     "tokens that the model does not have, at which its engine would end": ids(1, 100),
