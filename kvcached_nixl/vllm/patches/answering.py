@@ -22,6 +22,7 @@ import functools
 import logging
 import math
 import secrets
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,6 +57,8 @@ ROLE_PATH = "/v1/kvcached_nixl/role"
 MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
 """Of all requests whose prompts are not computed yet."""
 READ_SECONDS = 60.0
+MOST_LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 32, 10.0
+"""Look-ups that an engine has at once, and how long it waits to begin one at most: its caller may have left."""
 
 
 @Patch(API_ROUTES, "register_scale_out_api_routers", "frontend", "app supported_tasks", kind="function")
@@ -221,7 +224,7 @@ def _wanted(query: Mapping[str, str]) -> tuple[int, float]:
         raise ValueError(
             f"found {least_tokens} tokens within {most_seconds} s; expected 0 to {2**31 - 1}, and 0 s or more"
         )
-    return least_tokens, most_seconds
+    return least_tokens, min(most_seconds or LONGEST_LOOK_UP_SECONDS, LONGEST_LOOK_UP_SECONDS)
 
 
 def let_look_up(core: Any) -> None:
@@ -236,6 +239,7 @@ class _LookUps:
     def __init__(self, core: Any) -> None:
         self._core = core
         self._looker = ThreadPoolExecutor(1, "kvcached_nixl-look-up")
+        self._room = threading.Semaphore(MOST_LOOK_UPS)
 
     def begin(
         self, token_ids: bytes, request_id: str, adapter: Any, salt: str, least_tokens: int, most_seconds: float
@@ -249,6 +253,10 @@ class _LookUps:
         """
         answer: Future[dict[str, Any]] = Future()
         begun = time.monotonic(), most_seconds
+        if not self._room.acquire(blocking=False):
+            side, *_ = bound_sides(self._core.scheduler)
+            answer.set_result(side.look_up(0))
+            return answer
         self._looker.submit(self._look_up, answer, least_tokens, *begun, token_ids, request_id, adapter, salt)
         return answer
 
@@ -277,6 +285,8 @@ class _LookUps:
                 answer.set_result(side.look_up(num_tokens))
         except Exception as error:  # noqa: BLE001 - the API server gets it
             answer.set_exception(error)
+        finally:
+            self._room.release()
 
     def _offer(self, answer: Future[dict[str, Any]], until_seconds: float, request: Any, num_tokens: int) -> None:
         """On the engine's thread, between two steps: keep what is cached, if the peer still waits for it."""
