@@ -9,7 +9,7 @@ Sources: ``v1/engine/input_processor.py``, ``v1/engine/output_processor.py``, ``
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -215,15 +215,22 @@ def do_tracing(call: Call) -> None:
 
 @Patch(RENDERER, "_process_mm_uuids", "frontend", "self mm_data mm_data_items mm_uuid_items mm_req_id")
 def process_mm_uuids(call: Call) -> Any:
-    """Without it, two servers would identify different images, sounds, ... as equal, or equal ones as different. Until
-    vLLM identifies media by their content, with and without caches."""
+    """Without it, two servers would identify different images, sounds, ... as equal, or equal ones as different, and a
+    client could put its own in place of another's. Until vLLM identifies media by their content, with and without
+    caches."""
     # vLLM identifies media by counting, not by content, where both caches are off.
     found = call.proceed()
     media = private(call.instance, "model_config").multimodal_config
     caches = bool(call.instance.config.cache_config.enable_prefix_caching)
     are_counted = media is not None and media.mm_processor_cache_gb == 0 and not caches
     # If there are no identifiers, vLLM makes them from the content.
-    return {} if are_counted else found
+    return {} if are_counted else {modality: _of_client(names) for modality, names in found.items()}
+
+
+def _of_client(names: Iterable[str | None] | None) -> list[str | None] | None:
+    """What a client calls its media. No name is a content hash, nor one of what decode asks for (`asked_prompts`): a
+    cache would give its images, sounds, ... to the requests of others."""
+    return None if names is None else [None if one is None else f"client:{one}" for one in names]
 
 
 @Patch(MEDIA_PROCESSING, "model_id", "frontend", "self", kind="property")
