@@ -73,7 +73,7 @@ def assign_request_id(call: Call) -> None:
             raise VLLMValidationError(f"{name}: {error}. Send a value of that type, or omit the field.") from error
     # What may hold what cannot be encoded; a later vLLM may have more of it.
     sent = [core_request.request_id, core_request.cache_salt]
-    sent += [private(core_request, "sampling_params"), private(core_request, "pooling_params")]
+    sent += [private(core_request, "sampling_params"), core_request.pooling_params]
     sent += [optional(core_request, "session_id"), optional(core_request, "reasoning_parser_kwargs")]
     sent += [(one.identifier, one.mm_hash) for one in core_request.mm_features or ()]
     try:
