@@ -11,7 +11,7 @@ import msgspec
 
 from kvcached_nixl.ids import KernelBlock, LogicalBlock
 
-MAX_TP_SIZE = 1024
+MAX_TP_SIZE = 256
 MAX_TOKENS = 2**31 - 1
 _SHOWN = 500
 """Characters that are kept of an error: it names unknown fields, which may have any length."""

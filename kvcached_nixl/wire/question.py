@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -45,6 +45,8 @@ MOST_BODY_BYTES = 256 << 20
 MOST_SENT_BYTES = MOST_BODY_BYTES - (16 << 20)
 """Of tensors; names, positions and token ids have the rest."""
 MOST_FEATURES = 1024
+MOST_PARTS = 1 << 16
+"""Lists, tensors and numbers of all features: an empty list has one byte on the wire, and a hundred in memory."""
 WIDTHS: Mapping[str, int] = MappingProxyType(
     {
         **{"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8},
@@ -73,7 +75,9 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _Leaf = Tensor | bool | int | float
-Data = _Leaf | list[_Leaf | list[_Leaf | list[_Leaf]]]
+_Row = _Leaf | Annotated[list[_Leaf], msgspec.Meta(max_length=256)]
+Data = _Leaf | Annotated[list[_Row], msgspec.Meta(max_length=4096)]
+"""Lengths are checked before a list is made."""
 
 
 class Element(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,6 +101,9 @@ class Element(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"a flat field of dimension {self.number}, beyond its data")
 
 
+_Elements = Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=64)]
+
+
 class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An image, a sound, ... of a prompt.
 
@@ -116,10 +123,6 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def mask(self) -> bytes:
         return bytes([1]) * self.length if self.is_embed is None else self.is_embed
-
-    def elements(self) -> dict[str, Element]:
-        """The decoded ``item``. Raises msgspec.ValidationError."""
-        return msgspec.msgpack.decode(self.item, type=dict[str, Element])
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,6 +156,22 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         elif self.are_tokens is not None:
             raise ValueError("are_tokens without embeddings")
         _check_features(self.features, num_tokens)
+
+    def elements(self) -> Iterator[dict[str, Element]]:
+        """The decoded ``item`` of each feature. Raises ValueError, before much of what is refused is in memory."""
+        num_parts = 0
+        for feature in self.features:
+            found = {}
+            for name, one in msgspec.msgpack.decode(feature.item, type=_Elements).items():
+                found[name] = msgspec.msgpack.decode(one, type=Element)
+                num_parts += _num_parts(found[name].data)
+                if num_parts > MOST_PARTS:
+                    raise ValueError(f"images, sounds, ... of more than {MOST_PARTS} lists, tensors and numbers")
+            yield found
+
+
+def _num_parts(data: Any) -> int:
+    return 1 + sum(map(_num_parts, data)) if isinstance(data, list) else 1
 
 
 def _check_features(features: Iterable[Feature], num_tokens: int) -> None:

@@ -27,7 +27,7 @@ from vllm.multimodal.inputs import (
 )
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
-from kvcached_nixl.patching import Registry
+from kvcached_nixl.patching import Call, Registry
 from kvcached_nixl.vllm.adapter.asked_prompts import identifier_of, sent_prompt
 from kvcached_nixl.vllm.patches import answering, frontend, patches_in
 from kvcached_nixl.wire.question import ASKED_PATH, LOOK_UP_PATH, MOST_SENT_BYTES, Prompt, Question, encode_prompt
@@ -207,6 +207,17 @@ def test_an_image_is_known_by_its_bytes(client: Client) -> None:
     assert identifier_of(feature(2)) == "hash0"
 
 
+def test_no_client_names_its_image_as_another_one() -> None:
+    """Prefill's caches would give it to requests of others: whoever has the same picture can compute its names."""
+    model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=1))
+    cache = SimpleNamespace(enable_prefix_caching=True)
+    renderer = SimpleNamespace(model_config=model, config=SimpleNamespace(cache_config=cache))
+    for name in (f"kvcached_nixl:{'0' * 32}:hash", "0" * 64):
+        named = {"image": [name, None], "audio": None}
+        found = frontend.process_mm_uuids.wrapper(Call(lambda named=named: named, renderer, (), {}))
+        assert found == {"image": [f"client:{name}", None], "audio": None}
+
+
 SHARED = ("address", "monotonic_id", "signature")
 
 
@@ -249,6 +260,10 @@ REFUSED = {
     "pickle": image(item=msgspec.Raw(msgspec.msgpack.encode({"pixels": msgspec.msgpack.Ext(1, pickle.dumps(print))}))),
     "a model without sounds": image(modality="audio"),
     "more images than this server takes": body_of(request(*(feature(4 * place) for place in range(3)))),
+    "more tokens than this server takes": body_of(request(feature(2), prompt_token_ids=[*IDS, 1])),
+    "lists without an end": image(
+        item=msgspec.Raw(msgspec.msgpack.encode({"a": {"data": [[]] * 5000, "field": "batched"}}))
+    ),
     "embeddings of another size": embeddings(HIDDEN + 1),
     "embeddings of another type": embeddings(dtype=torch.float32),
     "tokens that the model does not have, at which its engine would end": ids(1, 100),
@@ -288,6 +303,11 @@ def test_how_much_of_a_prompt_is_cached_is_asked_of_the_engine(client: Client) -
     ):
         assert post(app, body, f"{LOOK_UP_PATH}?{query}").status_code == 400
     assert not client.calls
+    for query in ("", "?most_seconds=0", "?most_seconds=1e9"):
+        post(app, body, f"{LOOK_UP_PATH}{query}")
+    longest = [seconds for *_, seconds in client.calls]
+    client.calls.clear()
+    assert longest == [answering.LONGEST_LOOK_UP_SECONDS] * 3, "whoever names no end may leave at once"
     reply = post(app, body, f"{LOOK_UP_PATH}?least_tokens=2&most_seconds=0.5")
     assert reply.status_code == 200 and reply.json() == {"kv_transfer_params": PARAMS}, reply.text
     ids = np.asarray(IDS, "<u4").tobytes()

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.nodes import BLOCK_SIZE, DECODE_ID, PREFILL_ID, PROMPT, Node, core_request, prompt
 from support.waiting import until
 from vllm.lora.request import LoRARequest
 
 from kvcached_nixl.scheduler.prefill_offers import OfferRequest
+from kvcached_nixl.vllm.patches.arrival import MOST_LOOK_UPS
 from kvcached_nixl.wire.params import CACHED_TOKENS_KEY, MANIFEST_KEY
 
 CACHED = (PROMPT - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -69,6 +72,20 @@ def test_nothing_is_looked_up_for_a_peer_that_has_left(pair: tuple[Node, Node]) 
     computed(prefill)
     answer = prefill.looked_up(prompt(0, PROMPT), CACHED, most_seconds=1e-9)
     assert answer.result()[CACHED_TOKENS_KEY] == 0
+
+
+def test_no_more_look_ups_wait_than_an_engine_has_room_for(pair: tuple[Node, Node]) -> None:
+    """There is one thread for them, and whoever asks may have left."""
+    prefill, _ = pair
+    computed(prefill)
+    look_up, begin = prefill.core.kvcached_nixl_look_up, threading.Event()
+    look_up.__self__._looker.submit(begin.wait)
+    token_ids = np.asarray(prompt(0, PROMPT), "<u4").tobytes()
+    answers = [look_up(token_ids, "r", None, "", 0, 10.0) for _ in range(MOST_LOOK_UPS + 1)]
+    assert [one.done() for one in answers] == [False] * MOST_LOOK_UPS + [True]
+    begin.set()
+    assert [one.result()[CACHED_TOKENS_KEY] for one in answers] == [CACHED] * MOST_LOOK_UPS + [0]
+    assert prefill.looked_up(prompt(0, PROMPT)).result()[CACHED_TOKENS_KEY] == CACHED, "there is room again"
 
 
 def test_what_another_adapter_of_that_name_has_computed_is_not_offered(pair: tuple[Node, Node], tmp_path: Path) -> None:

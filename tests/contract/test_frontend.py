@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,12 +15,15 @@ from support.nodes import core_request
 from support.patches import applied
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from kvcached_nixl.patching import Call, Registry
@@ -256,6 +260,35 @@ def test_what_cannot_be_sent_to_an_engine_is_refused_and_nothing_is_kept_of_it(
     with pytest.raises(VLLMValidationError, match="cannot be sent"):
         give(processor, request, queue, parent)
     assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
+
+
+def nested(levels: int) -> Any:
+    found: Any = 1
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
+NESTED = {
+    "kv_transfer_params": lambda found: {"sampling_params": sampling_with(found)},
+    "a schema": lambda found: {
+        "sampling_params": SamplingParams(structured_outputs=StructuredOutputsParams(json=found), detokenize=False)
+    },
+    "pooling": lambda found: {"sampling_params": None, "pooling_params": PoolingParams(extra_kwargs=found)},
+}
+
+
+@pytest.mark.parametrize("fields", NESTED.values(), ids=NESTED)
+def test_what_an_engine_could_not_send_to_its_workers_is_refused(fields: Any) -> None:
+    """It pickles parameters on its own thread, and takes two levels of Python's stack for one of JSON's."""
+    for levels in (50, 101, 200, 400, 500, 800):
+        request = request_of(RequestOutputKind.FINAL_ONLY, external_req_id=None, **fields(nested(levels)))
+        if levels == 50:
+            InputProcessor.assign_request_id(request)
+            pickle.dumps(NewRequestData.from_request(Request.from_engine_core_request(request, None), ([0],)))
+            continue
+        with pytest.raises(VLLMValidationError, match="cannot be sent"):
+            InputProcessor.assign_request_id(request)
 
 
 def test_what_it_can_read_gets_its_id() -> None:

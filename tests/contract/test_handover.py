@@ -43,7 +43,7 @@ from kvcached_nixl.wire.params import CACHED_TOKENS_KEY
 from kvcached_nixl.worker.facade import WorkerFacade
 from kvcached_nixl.worker.transfer.context import WorkerContext
 
-SHORT_SECONDS = 0.4
+SHORT = {"kv_lease_duration": 0.4}
 POLICIES = ["fail", "recompute"]
 
 
@@ -144,7 +144,7 @@ def test_a_transfer_that_fails_ends_the_hand_over_by_policy_and_blocks_come_free
     broken: str, policy: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill's at the end of their lease, if decode reads: it may try again. Later requests are served."""
-    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING, policy=policy)
+    prefill, decode = node(PREFILL_FILLING, **SHORT), node(DECODE_FILLING, policy=policy, **SHORT)
     prefill.serves(decode)
     with monkeypatch.context() as patching:
         for method, replacement in BROKEN[broken].items():
@@ -180,7 +180,7 @@ def test_a_connection_that_nixl_has_let_go_of_is_made_anew(
     side: str, direction: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both engines live: at most one request fails, well before its deadline, and the next ones are served."""
-    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING)
+    prefill, decode = node(PREFILL_FILLING, **SHORT), node(DECODE_FILLING, **SHORT)
     prefill.serves(decode)
     one = prefill if side == "prefill" else decode
     met: list[bytes] = []

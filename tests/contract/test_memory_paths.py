@@ -36,7 +36,7 @@ from kvcached_nixl.worker import memory_registration as sizing
 from kvcached_nixl.worker.transfer.checksums import Content
 from kvcached_nixl.worker.transfer.slab import Use
 
-SHORT_SECONDS = 0.4
+SHORT = {"kv_lease_duration": 0.4}
 
 
 class Paths(NamedTuple):
@@ -152,7 +152,7 @@ def test_parameters_of_a_lease_that_has_ended_give_no_bytes(
     policy: str, known: bool, node: Callable[..., Node]
 ) -> None:
     """The blocks hold another request's KV by then (R3)."""
-    prefill, decode = node(PREFILL_FILLING, kv_lease_duration=SHORT_SECONDS), node(DECODE_FILLING, policy=policy)
+    prefill, decode = node(PREFILL_FILLING, **SHORT), node(DECODE_FILLING, policy=policy, **SHORT)
     if known:
         prefill.serves(decode)
     params = prefill.prefilled()

@@ -124,7 +124,11 @@ def served(engine: Engine, *arguments: str, kv_role: str = "kv_both", **extra: A
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         renderer=SimpleNamespace(_mm_executor=None, shutdown=lambda: None),
         model_config=SimpleNamespace(
-            get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: 9, dtype=torch.bfloat16, enable_prompt_embeds=True
+            max_model_len=64,
+            get_hidden_size=lambda: HIDDEN,
+            get_vocab_size=lambda: 9,
+            dtype=torch.bfloat16,
+            enable_prompt_embeds=True,
         ),
     )
 

@@ -30,7 +30,7 @@ class Lease:
     def __init__(self) -> None:
         self._clocks = ManualClock(-5e6), ManualClock(7e3)
         self._leases = Leases(self._clocks[0], lease_seconds=LEASE_SECONDS)
-        self._renewals = Renewals(self._clocks[1])
+        self._renewals = Renewals(self._clocks[1], LEASE_SECONDS)
         self._under_way: list[bytes] = []
         self._leases.grant(THEIRS)
         self._renewals.want(LeaseRenewal(DecodeRequestId("d"), PREFILL, THEIRS, LEASE_SECONDS))

@@ -7,7 +7,8 @@ Sources: ``multimodal/inputs.py``, ``multimodal/cache.py``, ``inputs/engine.py``
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -112,35 +113,35 @@ def engine_prompt(prompt: Prompt, renderer: Any, model_config: Any) -> Any:
         raise ValueError("A prompt of tokens only; expected images, sounds, ..., or embeddings.")
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
+    for modality, count in Counter(one.modality for one in prompt.features).items():
+        renderer.get_mm_processor().info.validate_num_items(modality, count)
     items, hashes, places = defaultdict(list), defaultdict(list), defaultdict(list)
-    for one in prompt.features:
-        item = _item(one)
+    for one, elements in zip(prompt.features, prompt.elements(), strict=True):
         # By its bytes: nobody gets the KV of another image that a client gives the same identifier. Nor do clients of
         # this server find an entry of ours, which lacks what vLLM's processor knows of it.
         digits = hashlib.blake2b(one.item, digest_size=_DIGITS // 2).hexdigest()
         hashes[one.modality].append(f"{_ASKED}{digits}:{one.identifier}")
-        items[one.modality].append(item)
+        items[one.modality].append(_item(one.modality, elements))
         mask = None if one.is_embed is None else _received(Tensor("bool", (one.length,), memoryview(one.is_embed)))
         places[one.modality].append(PlaceholderRange(offset=one.offset, length=one.length, is_embed=mask))
     for modality, some in items.items():
-        renderer.get_mm_processor().info.validate_num_items(modality, len(some))
         for key, item in zip(hashes[modality], some, strict=True):
             _mirror(key, item, renderer, model_config)
     return mm_input(token_ids, MultiModalKwargsItems(items), hashes, places, cache_salt=salt)
 
 
-def _item(feature: Feature) -> Any:
+def _item(modality: str, elements: Mapping[str, Element]) -> Any:
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalFieldElem, MultiModalKwargsItem
 
     found = {}
-    for name, one in feature.elements().items():
+    for name, one in elements.items():
         make = {
             "batched": MultiModalFieldConfig.batched,
             # Only what splits a batch asks for slices.
             "flat": partial(MultiModalFieldConfig.flat, slices=[], dim=one.number),
             "shared": partial(MultiModalFieldConfig.shared, batch_size=one.number),
         }[one.field]
-        field = make(feature.modality, keep_on_cpu=one.keep_on_cpu).field
+        field = make(modality, keep_on_cpu=one.keep_on_cpu).field
         found[name] = MultiModalFieldElem(data=_received(one.data), field=field)
     return MultiModalKwargsItem(found)
 

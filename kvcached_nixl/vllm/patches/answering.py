@@ -37,6 +37,7 @@ from kvcached_nixl.wire.question import (
     LOOK_UP_PATH,
     MOST_BODY_BYTES,
     MOST_SECONDS,
+    Prompt,
     decode_prompt,
 )
 
@@ -46,6 +47,8 @@ ROLE_PATH = "/v1/kvcached_nixl/role"
 MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
 """Of all requests whose prompts are not computed yet."""
 READ_SECONDS = 60.0
+LONGEST_LOOK_UP_SECONDS = 10.0
+"""How long an engine waits to begin a look-up at most: its caller may have left."""
 
 
 @Patch(API_ROUTES, "register_scale_out_api_routers", "frontend", "app supported_tasks", kind="function")
@@ -125,6 +128,7 @@ async def _computed(body: bytearray, request: Any) -> Any:
     client, renderer = state.engine_client, state.engine_client.renderer
     loop = asyncio.get_running_loop()
     asked = await loop.run_in_executor(None, decode_prompt, body)
+    _check_length(asked, client)
     if asked.adapter and private(envs, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
         # As ``/v1/completions`` does: an adapter that is not loaded is looked for, and loaded.
         await state.openai_serving_models.resolve_lora(asked.adapter)
@@ -146,6 +150,14 @@ async def _computed(body: bytearray, request: Any) -> Any:
     ):
         found = output.kv_transfer_params
     return JSONResponse({"kv_transfer_params": found})
+
+
+def _check_length(asked: Prompt, client: Any) -> None:
+    """Before the ids are numbers of Python, or are hashed: others wait for it."""
+    least, most = int(asked.embeddings is None), private(client, "model_config").max_model_len
+    num_tokens = len(asked.token_ids) // 4
+    if not least <= num_tokens <= most:
+        raise ValueError(f"a prompt of {num_tokens} tokens; expected {least} to {most} (--max-model-len)")
 
 
 def _adapter_of(state: Any, name: str) -> Any:
@@ -182,10 +194,7 @@ async def _looked_up(body: bytearray, request: Any) -> Any:
     if asked.features or asked.embeddings is not None:
         raise ValueError("only prompts of tokens are looked up")
     state = request.app.state
-    num_tokens, most = len(asked.token_ids) // 4, private(state.engine_client, "model_config").max_model_len
-    # vLLM cannot look up an empty one, and hashing one of any size would keep the engine's thread waiting.
-    if not 0 < num_tokens <= most:
-        raise ValueError(f"a prompt of {num_tokens} tokens; expected 1 to {most} (--max-model-len)")
+    _check_length(asked, state.engine_client)
     adapter = _adapter_of(state, asked.adapter)
     engine = private(state.engine_client, "engine_core")
     named = asked.request_id, adapter, asked.salt
@@ -203,7 +212,7 @@ def _wanted(query: Mapping[str, str]) -> tuple[int, float]:
         raise ValueError(
             f"found {least_tokens} tokens within {most_seconds} s; expected 0 to {2**31 - 1}, and 0 s or more"
         )
-    return least_tokens, most_seconds
+    return least_tokens, min(most_seconds or LONGEST_LOOK_UP_SECONDS, LONGEST_LOOK_UP_SECONDS)
 
 
 # ------------------------------------------------------------------------------------------------- the role of a server

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import functools
 import secrets
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +42,9 @@ from kvcached_nixl.vllm.patches.engine_blocks import blocks_of, bound_sides
 from kvcached_nixl.vllm.patches.tier import tier_of
 from kvcached_nixl.vllm.patches.weights import identify_if_due
 from kvcached_nixl.wire.manifest import FEWEST_TOKENS, Keeps
+
+MOST_LOOK_UPS = 32
+"""That an engine has at once."""
 
 
 @Patch(ENGINE_SCHEDULER, "add_request", "scheduler", "self request")
@@ -229,6 +233,7 @@ class _LookUps:
     def __init__(self, core: Any) -> None:
         self._core = core
         self._looker = ThreadPoolExecutor(1, "kvcached_nixl-look-up")
+        self._room = threading.Semaphore(MOST_LOOK_UPS)
 
     def begin(
         self, token_ids: bytes, request_id: str, adapter: Any, salt: str, least_tokens: int, most_seconds: float
@@ -242,6 +247,10 @@ class _LookUps:
         """
         answer: Future[dict[str, Any]] = Future()
         begun = time.monotonic(), most_seconds
+        if not self._room.acquire(blocking=False):
+            side, *_ = bound_sides(self._core.scheduler)
+            answer.set_result(side.look_up(0))
+            return answer
         self._looker.submit(self._look_up, answer, least_tokens, *begun, token_ids, request_id, adapter, salt)
         return answer
 
@@ -270,6 +279,8 @@ class _LookUps:
                 answer.set_result(side.look_up(num_tokens))
         except Exception as error:  # noqa: BLE001 - the API server gets it
             answer.set_exception(error)
+        finally:
+            self._room.release()
 
     def _offer(self, answer: Future[dict[str, Any]], until_seconds: float, request: Any, num_tokens: int) -> None:
         """On the engine's thread, between two steps: keep what is cached, if the peer still waits for it."""

@@ -9,7 +9,7 @@ Sources: ``v1/engine/input_processor.py``, ``v1/engine/output_processor.py``, ``
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -41,6 +41,9 @@ _READABLE: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Fields from a body or a header that not every endpoint checks, and their types."""
+MOST_LEVELS = 100
+"""Of lists and mappings in one another. vLLM pickles parameters for several workers, on the engine's thread, and pickle
+ends at less than 500."""
 
 _ARRIVED = "_kvcached_nixl_arrived"
 """Attribute of the queue of a request: the HTTP request that it is of."""
@@ -53,7 +56,8 @@ def assign_request_id(call: Call) -> None:
     forever. Until vLLM's engine answers requests that it cannot decode.
 
     Refuse a request that the engine's process could not decode, or that cannot be encoded for it (numbers above 64
-    bits, text that is not Unicode), before vLLM counts it for a data-parallel rank, for ever.
+    bits, text that is not Unicode) or by it for its workers (deeply nested), before vLLM counts it for a data-parallel
+    rank, for ever.
 
     Raises:
         VLLMValidationError: answered with HTTP 400; the message names the field.
@@ -67,11 +71,13 @@ def assign_request_id(call: Call) -> None:
         except msgspec.ValidationError as error:
             raise VLLMValidationError(f"{name}: {error}. Send a value of that type, or omit the field.") from error
     # What may hold what cannot be encoded; a later vLLM may have more of it.
-    sent = [core_request.request_id, core_request.cache_salt, private(core_request, "sampling_params")]
+    sent = [core_request.request_id, core_request.cache_salt]
+    sent += [private(core_request, "sampling_params"), core_request.pooling_params]
     sent += [optional(core_request, "session_id"), optional(core_request, "reasoning_parser_kwargs")]
     sent += [(one.identifier, one.mm_hash) for one in core_request.mm_features or ()]
     try:
         msgspec.msgpack.encode(sent)
+        _check_levels(msgspec.to_builtins(sent))
     except (OverflowError, UnicodeError, RecursionError) as error:
         raise _not_sendable(error) from error
     except TypeError:
@@ -80,10 +86,20 @@ def assign_request_id(call: Call) -> None:
     call.proceed()
 
 
+def _check_levels(sent: Any) -> None:
+    level = [sent]
+    for _ in range(MOST_LEVELS):
+        nested = (one for one in level if isinstance(one, (dict, list, tuple)))
+        level = [inner for one in nested for inner in (one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return
+    raise RecursionError(f"more than {MOST_LEVELS} levels")
+
+
 def _not_sendable(error: Exception) -> Exception:
     from vllm.exceptions import VLLMValidationError
 
-    expected = "expected numbers of 64 bits, Unicode text, and no nesting of hundreds of levels"
+    expected = f"expected numbers of 64 bits, Unicode text, and at most {MOST_LEVELS} levels of nesting"
     refusal: Exception = VLLMValidationError(f"a field of the request cannot be sent: {error}; {expected}.")
     return refusal
 
@@ -193,15 +209,22 @@ def do_tracing(call: Call) -> None:
 
 @Patch(RENDERER, "_process_mm_uuids", "frontend", "self mm_data mm_data_items mm_uuid_items mm_req_id")
 def process_mm_uuids(call: Call) -> Any:
-    """Without it, two servers would identify different images, sounds, ... as equal, or equal ones as different. Until
-    vLLM identifies media by their content, with and without caches."""
+    """Without it, two servers would identify different images, sounds, ... as equal, or equal ones as different, and a
+    client could put its own in place of another's. Until vLLM identifies media by their content, with and without
+    caches."""
     # vLLM identifies media by counting, not by content, where both caches are off.
     found = call.proceed()
     media = private(call.instance, "model_config").multimodal_config
     caches = bool(call.instance.config.cache_config.enable_prefix_caching)
     are_counted = media is not None and media.mm_processor_cache_gb == 0 and not caches
     # If there are no identifiers, vLLM makes them from the content.
-    return {} if are_counted else found
+    return {} if are_counted else {modality: _of_client(names) for modality, names in found.items()}
+
+
+def _of_client(names: Iterable[str | None] | None) -> list[str | None] | None:
+    """What a client calls its media. No name is a content hash, nor one of what decode asks for (`asked_prompts`): a
+    cache would give its images, sounds, ... to the requests of others."""
+    return None if names is None else [None if one is None else f"client:{one}" for one in names]
 
 
 @Patch(MEDIA_PROCESSING, "model_id", "frontend", "self", kind="property")

@@ -28,18 +28,20 @@ REPEAT_SECONDS = 5.0
 """How often a rank that may still write is asked again to stop."""
 
 
-SHORTEST_INTERVAL_SECONDS = 0.05
-"""Shortest time between two heartbeats, whatever lease the client's parameters name."""
+SHORTEST_INTERVAL_SECONDS = 1.0
+"""Shortest time between two heartbeats, whatever lease the client's parameters name; shorter if this engine's lease is.
+"""
 MOST_DUE = 256
 """Most leases that are renewed in one turn, to bound its cost; the others follow in the next turn."""
 
 
 class Renewals:
     """Which leases to renew, and when the next heartbeat of each is ``due``. If several requests want the same request
-    of prefill, its lease is renewed once, as long as one of them wants it."""
+    of prefill, its lease is renewed once, as long as one of them wants it. ``lease_seconds``: this engine's own."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, lease_seconds: float) -> None:
         self._clock = clock
+        self._shortest_seconds = min(INTERVAL * lease_seconds, SHORTEST_INTERVAL_SECONDS)
         self._lease_of: dict[DecodeRequestId, tuple[RemotePrefill, str]] = {}
         self._wanted_by: dict[tuple[RemotePrefill, str], set[DecodeRequestId]] = {}
         self._interval_seconds: dict[tuple[RemotePrefill, str], float] = {}
@@ -56,7 +58,7 @@ class Renewals:
         wanting = self._wanted_by.setdefault(lease, set())
         if not wanting:
             self.due[lease] = self._clock.now_seconds()
-            self._interval_seconds[lease] = max(INTERVAL * renewal.lease_seconds, SHORTEST_INTERVAL_SECONDS)
+            self._interval_seconds[lease] = max(INTERVAL * renewal.lease_seconds, self._shortest_seconds)
         wanting.add(request_id)
 
     def _end(self, request_id: DecodeRequestId) -> None:
@@ -92,7 +94,7 @@ class Receiver(PeerListener):
         self._asked_again = Deadlines[int]()
         self._unanswered: set[int] = set()
         self._writers = ActiveWriters(context, self._attempts)
-        self.renewals = Renewals(context.clock)
+        self.renewals = Renewals(context.clock, context.settings.kv_lease_duration_seconds)
 
     def __len__(self) -> int:
         """Attempts that are not finished."""
@@ -200,9 +202,10 @@ class Receiver(PeerListener):
                 writers, others = self._context.local.contributors(prefill)
             except ValueError:
                 continue
+            said = list(heartbeats(names))
             for address in (*writers, *others):
-                for heartbeat in heartbeats(names):
-                    self._context.peers.send(address, heartbeat)
+                for heartbeat in said:
+                    self._context.peers.send(address, heartbeat, waits=False)
         return self.renewals.due.first_seconds
 
     def is_used(self, agent: str) -> bool:

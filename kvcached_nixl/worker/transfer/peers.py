@@ -170,9 +170,18 @@ class Peers:
         for link in self._links_of(agent):
             self._begin(link)
 
-    def send(self, address: Peer, notification: bytes, *, only: str | None = None, is_repeated: bool = True) -> None:
+    def send(
+        self,
+        address: Peer,
+        notification: bytes,
+        *,
+        only: str | None = None,
+        is_repeated: bool = True,
+        waits: bool = True,
+    ) -> None:
         """Send a notification to a rank, after a handshake if there is no connection to it. ``only``: the agent that it
-        is meant for; if another one answers at the address, nothing is sent.
+        is meant for; if another one answers at the address, nothing is sent. ``waits``: also for a handshake that was
+        begun before. What is sent again and again does not, so that no more of it waits here than one of each rank.
 
         If the connection turns out to be lost, it is sent once more over a new one, where ``is_repeated``. It may still
         get lost: rely on an answer or a deadline.
@@ -199,6 +208,10 @@ class Peers:
         def untold(_: HandOverFailed) -> None:
             self.dropped["not sent"] += 1
 
+        begun = self._links.get(address)
+        if not waits and begun is not None and begun.known is None and begun.is_asked:
+            self.dropped["not sent"] += 1
+            return
         link = self._link(address)
         if link.known is not None:
             # Use the existing connection, even if the peer's side channel does not answer.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -36,7 +37,7 @@ def prompt(*features: Feature, **more: Any) -> Prompt:
 
 
 def test_what_is_sent_comes_back() -> None:
-    data: list[Data] = [tensor(), [tensor("int64", (3,)), [tensor("bool", (24,))]], 7, 0.5, True]
+    data: list[Data] = [tensor(), [tensor("int64", (3,)), tensor("bool", (24,))], 7, 0.5, True]
     elements = {
         "list": Element(data, "batched"),  # type: ignore[arg-type]
         "flat": Element(tensor(), "flat", 1, keep_on_cpu=True),
@@ -44,7 +45,7 @@ def test_what_is_sent_comes_back() -> None:
     }
     sent = prompt(feature(item=packed(**elements)), feature(10, 4, b"\0\1\1\0"), salt="s", priority=-3)
     found = decode(bytearray(encode(sent)))
-    assert found.features[0].elements() == elements
+    assert next(found.elements()) == elements and len(list(found.elements())) == 2
     assert encode(found) == encode(sent)
     assert found.features[1].mask == b"\0\1\1\0" and found.features[0].mask == b"\1" * 8
     alone = Prompt("r", b"", [], embeddings=tensor())
@@ -130,7 +131,11 @@ EVIL: dict[str, Any] = {
     "another field": {"a": {**fields(Element(tensor(), "batched")), "slices": [1]}},
     "text": {"a": {"data": "text", "field": "batched"}},
     "nothing": {"a": {"data": None, "field": "batched"}},
-    "a list too deep": {"a": {"data": [[[[1]]]], "field": "batched"}},
+    "a list too deep": {"a": {"data": [[[1]]], "field": "batched"}},
+    "a list too long": {"a": {"data": [1] * 4097, "field": "batched"}},
+    "a list too long in another": {"a": {"data": [[1] * 257], "field": "batched"}},
+    "too many numbers": {"a": {"data": [[1] * 256] * 256, "field": "batched"}},
+    "too many names": {str(name): {"data": 1, "field": "batched"} for name in range(65)},
     "a flat number": {"a": {"data": 1, "field": "flat"}},
     "a dimension that is not there": {"a": {"data": fields(tensor()), "field": "flat", "number": 2}},
     "another dimension of a list": {"a": {"data": [1], "field": "flat", "number": -1}},
@@ -142,10 +147,23 @@ EVIL: dict[str, Any] = {
 def test_what_is_no_image_is_refused(item: Any) -> None:
     sent = decode(encode(prompt(feature(item=msgspec.Raw(msgspec.msgpack.encode(item))))))
     with pytest.raises(ValueError):
-        sent.features[0].elements()
+        list(sent.elements())
+
+
+def test_what_is_small_on_the_wire_and_large_in_memory_is_refused() -> None:
+    """All images together: an empty list has one byte."""
+    lists = Element([[]] * 4096, "batched")
+    items = [feature(place, 1, item=packed(**{str(name): lists for name in range(4)})) for place in range(4)]
+    sent = decode(encode(prompt(*items)))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="lists, tensors and numbers"):
+        list(sent.elements())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(list(decode(encode(prompt(*items[:3]))).elements())) == 3 and peak < 8 << 20
 
 
 def test_whatever_comes_is_a_prompt_or_a_refusal() -> None:
     whole = encode(prompt(feature(is_embed=b"\0\1\1\1\1\1\1\0"), feature(12, 3), adapter="a", salt="s"))
-    read = lambda body: [one.elements() for one in decode(bytearray(body)).features]  # noqa: E731
+    read = lambda body: list(decode(bytearray(body)).elements())  # noqa: E731
     assert min(fuzz(read, [whole], 4000, ValueError)) > 200

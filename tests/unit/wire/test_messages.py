@@ -145,14 +145,14 @@ WRONG: list[tuple[Message, list[dict[str, Any]]]] = [
         each(
             end_token=[-1],
             index=[-1, "0", 2**31],
-            tp_rank=[1024],
+            tp_rank=[256],
             attempt=[MAX_ATTEMPT],
             manifest=[{}, msgspec.to_builtins(MANIFEST) | {"num_tokens": 0}],
         ),
     ),
     (Stopped(7, 0, 2, "w", False), each(cause=[-1], reason=[None], has_failed=[0])),
     (Withdrawal(7, PEER), each(decode=[None], attempt=[-1])),
-    (Release("p", "n", DIGEST, 0, 1), each(tp_rank=[1], tp_size=[0, 1025])),
+    (Release("p", "n", DIGEST, 0, 1), each(tp_rank=[1], tp_size=[0, 257])),
 ]
 
 
@@ -181,7 +181,7 @@ BOUNDS: list[tuple[Message, list[dict[str, Any]]]] = [
                 gate=[b"a gate"],
                 decode=[peer(), peer(engine_id="e" * 1024), peer(host="h" * 1024)],
             ),
-            {"decode": peer(port=65535, tp_size=1024, tp_rank=1023)},
+            {"decode": peer(port=65535, tp_size=256, tp_rank=255)},
             {"name": "", "request_id": ""},
             {"first_token": 0, "end_token": 1},
             {"groups": NO_BLOCKS, "is_staged": True, "is_verified": True},
@@ -192,9 +192,9 @@ BOUNDS: list[tuple[Message, list[dict[str, Any]]]] = [
     (Withdrawal(7, PEER), each(attempt=[0, MAX_ATTEMPT - 1])),
     (
         Release("p", "n", DIGEST, 0, 1),
-        [{"request_id": "", "name": "", "digest": ""}, {"tp_rank": 1023, "tp_size": 1024}],
+        [{"request_id": "", "name": "", "digest": ""}, {"tp_rank": 255, "tp_size": 256}],
     ),
-    (Written(7, 0, 2, MANIFEST), [{"index": 2**31 - 1, "end_token": 2**31 - 1, "tp_rank": 1023}]),
+    (Written(7, 0, 2, MANIFEST), [{"index": 2**31 - 1, "end_token": 2**31 - 1, "tp_rank": 255}]),
     (Stopped(7, 0, 2, "w", False), [{"cause": 0, "reason": ""}]),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.clocks import ManualClock
-from support.internals import leftovers, num_open, writers_of
+from support.internals import leftovers, links_of, num_open, writers_of
 from support.worker_fakes import BLOCK_SIZE, DIGEST, Local, Remote, address, manifest, wanted
 
 from kvcached_nixl.ids import DecodeRequestId
@@ -334,11 +334,35 @@ ENGINE = RemotePrefill("p", "h", 1)
 
 
 def test_a_turn_renews_so_many_and_the_next_one_the_others() -> None:
-    renewals = Renewals(ManualClock())
+    renewals = Renewals(ManualClock(), LEASE)
     for number in range(3 * MOST_DUE):
         renewals.want(LeaseRenewal(DecodeRequestId(f"d{number}"), ENGINE, f"p{number}", LEASE))
     found = [name for _ in range(4) for names in renewals.take_due().values() for name in names]
     assert sorted(found) == sorted(f"p{number}" for number in range(3 * MOST_DUE))
+
+
+@pytest.mark.parametrize(("own_seconds", "expected"), [(LEASE, 10), (0.75, 80)])
+def test_a_client_s_parameters_make_no_more_heartbeats_than_one_a_second(own_seconds: float, expected: int) -> None:
+    """A shorter lease of this engine's own does."""
+    clock = ManualClock()
+    renewals = Renewals(clock, own_seconds)
+    renewals.want(LeaseRenewal(DecodeRequestId("d"), ENGINE, "p", 1e-6))
+    num_sent = 0
+    for _ in range(1280):
+        num_sent += len(renewals.take_due())
+        clock.advance(1 / 128)
+    assert num_sent == expected
+
+
+def test_no_heartbeats_pile_up_while_a_handshake_is_under_way(pull: Decode) -> None:
+    """A client may name ranks that never answer."""
+    pull.receiver.renewals.want(LeaseRenewal(DecodeRequestId("d"), RemotePrefill("p", "h", 5600, 8), "p-1", LEASE))
+    for _ in range(10):
+        pull.receiver.send_heartbeats()
+        pull.turn()
+        pull.clock.advance(LEASE / 6)
+    links = links_of(pull.peers).values()
+    assert len(pull.asking.asked) == 8 and [len(one.waiting) for one in links] == [1] * 8
 
 
 @given(
@@ -348,7 +372,7 @@ def test_what_is_wanted_is_never_without_a_heartbeat_for_longer_than_an_interval
     events: list[tuple[str, int, int]],
 ) -> None:
     clock = ManualClock()
-    renewals = Renewals(clock)
+    renewals = Renewals(clock, LEASE)
     leases: dict[int, int] = {}
     beaten: dict[int, float] = {}
     for event, request, lease in events:
