@@ -32,7 +32,7 @@ from experiments.byte_equivalence.compare import Check
 from experiments.byte_equivalence.harness import Harness, NotCaught
 from experiments.byte_equivalence.subjects import FamilySubject, Subject
 from experiments.common.families import FAMILIES
-from experiments.common.report import Run, named, stdout_console, versions
+from experiments.common.report import Run, make_table, named, stdout_console, versions
 from experiments.common.servers import ServerError, tag_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -86,21 +86,15 @@ def arms_of(options: argparse.Namespace) -> list[Arm]:
 
 
 def table_of(rows: Sequence[Check], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("arm", "check", "", "outcome"):
-        table.add_column(heading)
-    arm = None
-    for row in rows:
-        if arm is not None and row.arm != arm:
-            table.add_section()
-        shown = [row.outcome, *(f"{one.prompt}: {one.aspect}: {one.text}" for one in row.differences)]
-        if len(row.differences) > DIFFERENCES_SHOWN:
-            more = len(row.differences) - DIFFERENCES_SHOWN
-            shown = [*shown[: DIFFERENCES_SHOWN + 1], f"... and {more} more, see the JSON"]
-        passed = "[green]ok[/green]" if row.passed else "[red]FAILED[/red]"
-        table.add_row(row.arm if row.arm != arm else "", row.what, passed, escape("\n".join(shown)))
-        arm = row.arm
-    return table
+    def outcome(row: Check) -> str:
+        shown = [f"{one.prompt}: {one.aspect}: {one.text}" for one in row.differences]
+        if more := len(shown[DIFFERENCES_SHOWN:]):
+            shown[DIFFERENCES_SHOWN:] = [f"... and {more} more, see the JSON"]
+        return escape("\n".join([row.outcome, *shown]))
+
+    words = {True: "[green]ok[/green]", False: "[red]FAILED[/red]"}
+    cells = [(row.arm, row.what, words[row.passed], outcome(row)) for row in rows]
+    return make_table(title, ("arm", "check", "", "outcome"), cells)
 
 
 def summary_of(rows: Sequence[Check]) -> list[dict[str, Any]]:

@@ -29,10 +29,19 @@ from experiments.byte_equivalence.compare import (
     until_tie,
 )
 from experiments.byte_equivalence.harness import came_back, remapped
-from experiments.byte_equivalence.pair_run import CORRUPTIONS, Dependence, of_all_ranks
-from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt, damage_prompts, fewest_received
+from experiments.byte_equivalence.pair_run import Dependence, of_all_ranks
 from experiments.byte_equivalence.run import exit_status, summary, summary_of
-from experiments.byte_equivalence.subjects import DAMAGED_TOKENS, Group, corruptions_of, may_be_cached
+from experiments.byte_equivalence.subjects import (
+    CORRUPTIONS,
+    DAMAGED_BLOCKS,
+    DAMAGED_TOKENS,
+    Group,
+    Prompt,
+    corruptions_of,
+    damage_prompts,
+    fewest_received,
+    may_be_cached,
+)
 from experiments.common.client import Answer, HandOver, joined
 from experiments.common.pages import PageCount
 
