@@ -33,12 +33,11 @@ from experiments.byte_equivalence.subjects import (
     Phase,
     Prompt,
     Subject,
-    groups_of,
     is_alone,
     may_be_cached,
 )
 from experiments.common.client import Answer, AnswerError, HandOver, answers_of, http_client
-from experiments.common.pages import PageCount, PageWatch
+from experiments.common.counted import PageCount, PageWatch
 from experiments.common.report import Run
 from experiments.common.servers import Asking, Running, Server, ServerError
 
@@ -139,7 +138,11 @@ class Harness:
             async with http_client(CONCURRENCY) as http:
                 run = PairRun(arm, servers, http, self.output.update)
                 geometry = await run.arm()
-                checks = _Checks(self, self.subject, arm, phase, run, baseline, geometry, groups_of(geometry))
+                groups = [
+                    Group(one["block_size"], one["window"], one["is_state"], len(one["layers"]))
+                    for one in geometry["groups"]
+                ]
+                checks = _Checks(self, self.subject, arm, phase, run, baseline, geometry, groups)
                 await checks.plant()
                 if phase.sequential and phase.every_nth_block:
                     await checks.depend()
@@ -231,7 +234,10 @@ class _Checks:
         before = [prompts[:place] for place in range(len(prompts))]
         self._blocks(f"{self.name}: SHA-256 of KV blocks, sent and received", seen, before)
         if self.subject.is_family:
-            self._exact_where_alone(seen)
+            # Where the single instance computes the last token in a step of its own, too, no bit may differ.
+            alike = [one for one in seen if is_alone(one[0])]
+            what = f"{self.name}: last token in a step of its own"
+            self.compared(what, self._unlike(alike, 0.0), f"{len(alike)} prompts, to the last bit")
         elif self.phase.exact_between_arms and self.arm.computes_as_stock:
             self._exact_as_stock([observed for _, observed in seen])
 
@@ -316,12 +322,6 @@ class _Checks:
         outcome = "log-probabilities and P's KV bytes equal to the stock P/D arm's, to the last bit"
         self.compared(f"{self.name}: exactly as stock P/D", differences, outcome)
 
-    def _exact_where_alone(self, seen: Sequence[tuple[Prompt, HandOver]]) -> None:
-        """Where the single instance computes a prompt's last token in a step of its own, too, no bit may differ."""
-        alike = [one for one in seen if is_alone(one[0])]
-        what = f"{self.name}: last token in a step of its own"
-        self.compared(what, self._unlike(alike, 0.0), f"{len(alike)} prompts, to the last bit")
-
 
 class PoolMemory(contextlib.ExitStack):
     """Samples kvcached's memory counters during a ``with`` block. ``resting_bytes`` may stay mapped while a server is
@@ -347,7 +347,7 @@ class PoolMemory(contextlib.ExitStack):
             reached.append(level)
 
     def _levels(self) -> list[int]:
-        return [watch.mapped_bytes() or 0 for watch in self.watches]
+        return [watch.mapped_bytes() for watch in self.watches]
 
 
 def remapped(arm: str, what: str, pages: PageCount) -> Check:

@@ -22,7 +22,7 @@ from experiments.byte_equivalence.arms import Arm, specs
 from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, Expected
 from experiments.common.device import EXTRA, extra_of
 from experiments.common.families import FAMILIES, make_family
-from experiments.common.model import GQA, ModelShape, make_model
+from experiments.common.model import GQA, make_model
 from experiments.common.servers import GIVES_BACK, ServerSpec
 
 BLOCK_SIZE = 32
@@ -118,10 +118,6 @@ class Group:
         return Expected(in_window, offered, 0, unneeded)
 
 
-def groups_of(geometry: Mapping[str, Any]) -> list[Group]:
-    return [Group(one["block_size"], one["window"], one["is_state"], len(one["layers"])) for one in geometry["groups"]]
-
-
 def expected_of(prompt: Prompt, shared_tokens: int, groups: Sequence[Group]) -> list[Expected]:
     has_states = any(group.is_state for group in groups)
     recomputes = has_states or any(group.window is not None for group in groups)
@@ -146,7 +142,16 @@ class Subject:
         self.prompts = fixed_prompts(GQA.vocabulary)
         self.fewest_distinct = len(self.prompts) - 1
         self.page_group_bytes = KVCACHED_PAGE_BYTES * GQA.layers * 2
-        self.phases = phases(GQA, quick=quick)
+        # A few kvcached pages, each unmapped as soon as it is empty. kvcached leaves 5 % of the device free.
+        gib = SMALL_POOL_PAGE_GROUPS * self.page_group_bytes / 0.95 / 2**30
+        small = {"KVCACHED_HOSTVMM_GIB": f"{gib:.5f}", **GIVES_BACK}
+        bfloat16, float32 = ({"damage_nats": LOGPROB_TOLERANCE[one]} for one in ("bfloat16", "float32"))
+        self.phases = [
+            Phase("one at a time", "bfloat16", AMPLE_POOL, True, False, True, **bfloat16),
+            Phase("32 at a time", "float32", small, False, True, False, **float32),
+        ]
+        if quick:
+            self.phases = [Phase("quick", "float32", small, True, True, False, SAMPLED_EVERY_NTH_BLOCK, 2, **float32)]
 
     def specs(self, arm: Arm, phase: Phase) -> list[ServerSpec]:
         return specs(arm, self.model, phase.dtype, phase.pool, BLOCK_SIZE, forks=self.quick)
@@ -181,13 +186,12 @@ class FamilySubject(Subject):
         has_states = "sliding_attention" not in self.family.values.get("layer_types", ())
         caching = (True, False) if has_states else (True,)
         # Without it only, where this vLLM's CPU build cannot compute Mamba2 with prefix caching.
-        self.phases = [self._phase(one) for one in caching if not one or self.family.caches_prefixes]
-
-    def _phase(self, caches: bool) -> Phase:
-        name, flags = ("prefix caching", ()) if caches else ("no prefix caching", ("--no-enable-prefix-caching",))
-        arguments = ("--no-disable-hybrid-kv-cache-manager", *self.family.arguments, *flags)
-        is_exact = self.family.dtype == "float32"
-        return Phase(name, self.family.dtype, FAMILY_POOL, True, is_exact, False, 0, 2, arguments=arguments)
+        self.phases = []
+        for caches in (one for one in caching if not one or self.family.caches_prefixes):
+            name, flags = ("prefix caching", ()) if caches else ("no prefix caching", ("--no-enable-prefix-caching",))
+            more = (FAMILY_POOL, True, self.family.dtype == "float32", False, 0, 2)
+            arguments = ("--no-disable-hybrid-kv-cache-manager", *self.family.arguments, *flags)
+            self.phases.append(Phase(name, self.family.dtype, *more, arguments=arguments))
 
     def specs(self, arm: Arm, phase: Phase) -> list[ServerSpec]:
         # Slots are as large as these models' blocks, so a slab of the size that is enough for others may be too small.
@@ -209,23 +213,6 @@ class FamilySubject(Subject):
     def expected(self, prompt: Prompt, before: Sequence[Prompt], groups: Sequence[Group]) -> list[Expected]:
         # Another prompt of its family may have been there before.
         return expected_of(prompt, len(prompt.token_ids) - 1 if prompt.family else 0, groups)
-
-
-def phases(shape: ModelShape, *, quick: bool) -> list[Phase]:
-    """Return the phases: bfloat16 one at a time then float32 32 at a time, or ``quick``: float32 for both at once.
-
-    The small pool is a few kvcached pages, each unmapped as soon as it is empty. kvcached leaves 5 % of the device
-    free.
-    """
-    gib = SMALL_POOL_PAGE_GROUPS * KVCACHED_PAGE_BYTES * shape.layers * 2 / 0.95 / 2**30
-    small = {"KVCACHED_HOSTVMM_GIB": f"{gib:.5f}", **GIVES_BACK}
-    bfloat16, float32 = ({"damage_nats": LOGPROB_TOLERANCE[one]} for one in ("bfloat16", "float32"))
-    if quick:
-        return [Phase("quick", "float32", small, True, True, False, SAMPLED_EVERY_NTH_BLOCK, 2, **float32)]
-    return [
-        Phase("one at a time", "bfloat16", AMPLE_POOL, True, False, True, **bfloat16),
-        Phase("32 at a time", "float32", small, False, True, False, **float32),
-    ]
 
 
 def may_be_cached(prompt: Prompt, groups: Sequence[Group]) -> bool:

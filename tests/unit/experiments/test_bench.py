@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("rich", reason="needs an environment: bash experiments/env.sh")
 
 from experiments.bench import conversations
+from experiments.bench.comparison import Samples, percentile
 from experiments.bench.conversations import (
     ANSWER_TOKENS,
     BLOCK_BYTES,
@@ -30,7 +31,6 @@ from experiments.bench.conversations import (
     ask,
     converse,
 )
-from experiments.bench.samples import Samples, percentile
 from experiments.bench.traces import SUMMARY, WEB_FRAMEWORK, Span, Traced
 from experiments.common.client import Answer, AnswerError, Client
 from experiments.common.servers import Running

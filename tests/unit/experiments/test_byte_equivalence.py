@@ -43,7 +43,7 @@ from experiments.byte_equivalence.subjects import (
     may_be_cached,
 )
 from experiments.common.client import Answer, HandOver, joined
-from experiments.common.pages import PageCount
+from experiments.common.counted import PageCount
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,22 +6,23 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("openai", reason="needs an environment: bash experiments/env.sh")
 
 from experiments.bench import bench_serve, conversations, memory_path, traces
+from experiments.bench.comparison import Samples
 from experiments.bench.conversations import ASKS, FIRST, FURTHER, HOME, OTHER, STOCK_PD, Got
-from experiments.bench.samples import Samples
 from experiments.common.report import Verdict
 from experiments.dashboard import queries
 from experiments.dashboard.pairs import OK, Load
 from experiments.fleet_change import measure as fleet_change
 from experiments.lease_recovery import report as lease_recovery
-from experiments.lease_recovery.arms import Ended
-from experiments.lease_recovery.chaos import FREED_SECONDS, SHORTER, Recovery, Told
+from experiments.lease_recovery.arms import PULL as FAULTS_ARM
+from experiments.lease_recovery.arms import Ended, Traffic
+from experiments.lease_recovery.chaos import FREED_SECONDS, SHORTER, Chaos, Recovery, Told
 from experiments.shared_device import report as shared_device
 from experiments.shared_device.arms import DEVICE_BYTES, PULL, STATIC
 from experiments.shared_device.clients import Outcome, Received
@@ -43,15 +44,6 @@ def serve(moved: int = 9, **changes: float) -> list[Verdict]:
     samples.add((8,), bench_serve.PULL.name, **RUN | changes)
     samples.add((8,), bench_serve.STOCK_PULL.name, **RUN)
     return bench_serve.judge(samples, {bench_serve.PULL.name: (9, moved)})
-
-
-def memory(more: Mapping[float, int]) -> list[Verdict]:
-    """At most a twentieth more than the slab, and a twentieth apart."""
-    samples = Samples(("{}", "{} GiB reserved"))
-    for gib, mib in more.items():
-        for arm, found in (("pull", 500), ("pull, staged", 500 + mib)):
-            samples.add(("prefill", gib), arm, anonymous=found * MIB, buffer=gib * 2**30)
-    return memory_path.judge_memory(samples, slab_gib=100 / 1024)
 
 
 def pages(occupied: float) -> list[Verdict]:
@@ -92,10 +84,6 @@ BENCH: list[Case] = [
     (serve(first_token_p50_ms=100.1), ("first token",)),
     (serve(token_p50_ms=10.1), ("further tokens",)),
     (serve(cpu_token_ms=12.1), ("CPU",)),
-    (memory({1: 105, 60: 105}), ()),
-    (memory({1: 106, 60: 105}), ("prefill, 1 GiB",)),
-    (memory({1: 95, 60: 105}), ("the same for all",)),
-    (memory({1: 100, 60: 6000}), ("prefill, 60 GiB", "the same for all")),
     (pages(0.012), ()),
     (pages(0.0121), ("stay in use",)),
     (talk(), ()),
@@ -122,7 +110,9 @@ TOLD = Told("pause keep", lease_recovery.TOLD_SECONDS)
 
 def lease(ended: Sequence[Ended], *recoveries: Recovery, told: Sequence[Told] = (TOLD,)) -> list[Verdict]:
     killed, outlived = Recovery("decode is killed", 20.0, 1.0, FREED_SECONDS), Recovery(STOOD, 1.0, 1.0, 0.1, 0)
-    return lease_recovery.judge(lease_recovery.Outcome("pull", True, ended, (killed, outlived, *recoveries), told))
+    traffic, nothing = Traffic([], [], ended=list(ended)), cast("Any", None)
+    found = Chaos(nothing, traffic, FAULTS_ARM, print, recoveries=[killed, outlived, *recoveries], told=list(told))
+    return lease_recovery.judge(found)
 
 
 def fleet(change: str, outcomes: Mapping[str, int], failed_hand_overs: int = 0) -> list[Verdict]:
