@@ -19,6 +19,7 @@ from typing import Any
 DEFAULT_VLLM = (os.environ.get("KVCACHED_NIXL_VLLM") or "0.28.0").split()[-1]
 """Without ``--vllm``; must be the same as in experiments/run.sh."""
 PART = "does not write last-VERSION files"
+KEEPS = "the results keep their rows of the others"
 FAMILIES = """a family of experiments/common/families.py (gemma4, nemotron-h, ...) in place of the model with
 grouped-query attention; writes last-VERSION-FAMILY.json"""
 POLICY = "kv_load_failure_policy (%(default)s)"
@@ -41,11 +42,14 @@ def _only(things: str, files: str = PART) -> Option:
     return "--only", {"metavar": "WORD", "action": "append", "default": [], "help": words}
 
 
+def _mode(files: str = PART) -> Option:
+    return "--mode", {"choices": ("pull", "push"), "help": f"only this transfer mode; {files}"}
+
+
 def _quick(less: str) -> Option:
     return "--quick", {"action": "store_true", "help": f"{less}; writes last-VERSION-quick files"}
 
 
-MODE = "--mode", {"choices": ("pull", "push"), "help": f"only this transfer mode; {PART}"}
 QUESTIONS = ("push_vs_pull", "memory_path", "family_cost", "bench_serve", "asking", "conversations", "traces")
 """Of ``bench``; the module of the same name answers each."""
 
@@ -56,7 +60,8 @@ EXPERIMENTS: Mapping[str, tuple[str, tuple[Option, ...]]] = MappingProxyType(
             (
                 _quick("float32 only, fewer zeroed blocks, forked engines"),
                 ("--brief", {"action": "store_true", "help": f"as --quick, with one arm per transfer mode; {PART}"}),
-                _only("arms", "the results keep their rows of the others"),
+                _mode(KEEPS),
+                _only("arms", KEEPS),
                 ("--model", {"metavar": "FAMILY", "help": FAMILIES}),
             ),
         ),
@@ -86,13 +91,13 @@ EXPERIMENTS: Mapping[str, tuple[str, tuple[Option, ...]]] = MappingProxyType(
                 _only('arms of the table, or "overload",'),
             ),
         ),
-        "fleet_change": ("measure", (MODE, _only("changes"))),
+        "fleet_change": ("measure", (_mode(), _only("changes"))),
         "dashboard": ("queries", ()),
         "stacks": (
             "measure",
             (
                 _quick("30 requests instead of 90"),
-                MODE,
+                _mode(),
                 _only("stacks"),
                 _number("--engines", f"of each role (1); of several, each is restarted under load; {PART}"),
             ),

@@ -9,6 +9,7 @@ examples:
   bash experiments/byte_equivalence/run.sh                    all arms, one request at a time and 32 at a time
   bash experiments/byte_equivalence/run.sh --quick            the same in float32 only, ten minutes
   bash experiments/byte_equivalence/run.sh --brief            the same with one arm per transfer mode, three minutes
+  bash experiments/byte_equivalence/run.sh --mode push        only arms of this transfer mode (and the reference)
   bash experiments/byte_equivalence/run.sh --only contiguous  only arms whose name contains this (and the reference)
   bash experiments/byte_equivalence/run.sh --model nemotron-h --quick     states beside attention
 
@@ -26,7 +27,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.byte_equivalence.arms import SINGLE, Arm, Size, of_size
+from experiments.byte_equivalence.arms import Arm, Size, of_size
 from experiments.byte_equivalence.compare import Check
 from experiments.byte_equivalence.harness import Harness, NotCaught
 from experiments.byte_equivalence.subjects import FamilySubject, Subject
@@ -43,7 +44,7 @@ def main(run: Run) -> int:
     options = run.options
     size: Size = "brief" if options.brief else "quick" if run.quick else "full"
     # More arms than a quick run has may be asked for.
-    every = [one for one in of_size("full" if options.only else size, run.vllm) if one.mode != SINGLE]
+    every = [one for one in of_size("full" if options.only else size, run.vllm) if one.mode in run.modes]
     if options.model:
         if options.model not in FAMILIES:
             raise ServerError(f"found --model {options.model!r}; expected one of {', '.join(FAMILIES)}.")
@@ -60,14 +61,14 @@ def main(run: Run) -> int:
     if not_caught:
         console.print(f"{not_caught}: was not caught. Nothing was compared: the harness would miss real corruptions.")
     console.print(f"{VERDICTS[status]} (exit status {status}); details: {details}")
-    asked = {"vllm": run.vllm, "size": size, "arms": options.only, "model": options.model}
+    asked = {"vllm": run.vllm, "size": size, "mode": options.mode, "arms": options.only, "model": options.model}
     content = {"seconds": round(run.seconds, 1), "verdict": VERDICTS[status], "options": asked}
     run.write({**content, "checks": [asdict(row) for row in harness.rows]}, details)
     # A brief run of the usual model has no such file.
     if options.model or size != "brief":
         path = run.last.with_name(f"last-{run.vllm}-{tag_of(options.model)}.json") if options.model else run.last
         complete = [] if options.model else of_size(size, run.vllm)
-        last = summary(rows, path if options.only else None, complete)
+        last = summary(rows, path if options.only or options.mode else None, complete)
         run.write({**content, **last}, path)
         if last["missing"]:
             console.print(f"{path.name} does not have all arms of such a run yet. Missing: {last['missing']}")
