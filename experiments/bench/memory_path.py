@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does staging cost, and how much memory does it free sooner? The direct path, and a slab in host memory:
 
+memory       a server's resident memory besides kvcached's pages, with 1, 8 and 60 GiB reserved
 first-token  time to first token over TCP and shared memory; also for a pull whose every hand-over is verified
 pages        how long prefill's blocks stay in use after its last step, and their pages mapped; and how much of its
              pool is mapped under load, when decode gets a request half a second after prefill's answer
@@ -10,26 +11,32 @@ pages        how long prefill's blocks stay in use after its last step, and thei
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import psutil
 from rich.table import Table
 
 from experiments.bench import push_vs_pull
 from experiments.bench.comparison import KVCACHED, Arm, Column, Router, Samples, pair_specs
-from experiments.bench.push_vs_pull import MODEL, SHARED_MEMORY, TCP, Load
+from experiments.bench.push_vs_pull import BLOCK_SIZE, KV_BYTES_PER_TOKEN, MODEL, SHARED_MEMORY, TCP, Load
 from experiments.common.client import AnswerError, at_a_time, http_client
 from experiments.common.counted import PageWatch
 from experiments.common.report import Run, Verdict, finish, make_panels, save
-from experiments.common.servers import GIVES_BACK, Server, running
+from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
 
-PARTS = ("first-token", "pages")
+PARTS = ("memory", "first-token", "pages")
 IDLE_BYTES = 2 * MODEL.layers * (2 << 20)
 """The least that kvcached maps at a time: a page of K and one of V in every layer. So much is mapped when idle, for
 vLLM's null block."""
-MOST_OF_DIRECT, MOST_OF_COPY = 1.15, 1.2
+RESERVED_GIB = (1, 8, 60)
+SLAB_GIB = 0.25
+MOST_OF_SLAB, MOST_OF_DIRECT, MOST_OF_COPY = 1.05, 1.15, 1.2
 TOKENS = 2
 LENGTHS = (2048, 8192)
 LOOK_SECONDS = 0.002
@@ -52,9 +59,9 @@ LOADED = (
 )
 
 
-def staged(arm: Arm) -> Arm:
-    """Return ``arm`` staged through a slab in host memory."""
-    return dataclasses.replace(arm, name=f"{arm.name}, staged", extra={**arm.extra, "memory_path": "host"})
+def staged(arm: Arm, **size: float) -> Arm:
+    """Return ``arm`` staged through a slab in host memory; ``size``: its ``staging_gib``, if not the default."""
+    return dataclasses.replace(arm, name=f"{arm.name}, staged", extra={**arm.extra, "memory_path": "host", **size})
 
 
 PAIRS = tuple((arm, staged(arm)) for arm in (push_vs_pull.PULL, push_vs_pull.STREAMED))
@@ -65,9 +72,14 @@ VERIFIED = dataclasses.replace(push_vs_pull.PULL, name="pull, verified", extra={
 
 def main(run: Run) -> int:
     """Run the parts one after the other, so that no two pairs are measured at the same time."""
-    first, pages, loaded = Samples(), Samples(("{} tokens",)), Samples(())
+    memory, first = Samples(("{}", "{} GiB reserved")), Samples()
+    pages, loaded = Samples(("{} tokens",)), Samples(())
     parts, tables, verdicts = run.chosen(PARTS), list[Table](), list[Verdict]()
     title = f"direct and staged, vLLM {run.vllm}"
+    if "memory" in parts:
+        for gib, arm in itertools.product(RESERVED_GIB, (PAIRS[0][0], staged(PAIRS[0][0], staging_gib=SLAB_GIB))):
+            measure_memory(run, memory, arm, gib)
+        verdicts += judge_memory(memory)
     if "first-token" in parts:
         load = Load(lengths=(512, 2048, 8192), at_a_time=(1, 4), most_rounds=5, tokens=16_384)
         if run.quick:
@@ -86,17 +98,65 @@ def main(run: Run) -> int:
         tables += [pages.table(f"{title}: after prefill's last step, ms", PAGES), loaded.table(words, LOADED)]
         verdicts += judge_pages(pages)
         plot(pages, loaded, title, run.path.with_suffix(".png"))
-    content = {"first_token": first, "pages": pages, "under_load": loaded}
+    content = {"memory": memory, "first_token": first, "pages": pages, "under_load": loaded}
     return run.conclude(tables, verdicts, {name: samples.as_json() for name, samples in content.items()})
+
+
+def specs(arm: Arm, gib: float, pool: Mapping[str, str], **sizes: Any) -> list[ServerSpec]:
+    own = dataclasses.replace(arm, environment={**KVCACHED, "KVCACHED_HOSTVMM_GIB": f"{gib}", **pool})
+    return pair_specs(own, f"{gib}", {}, **push_vs_pull.sizes_of(512, **sizes))
+
+
+# ---------------------------------------------------------------------------------------------------- resident memory
+
+
+def measure_memory(run: Run, samples: Samples, arm: Arm, gib: float) -> None:
+    """Start a pair, hand over as much at a time as the slab holds, read its memory besides kvcached's pages."""
+    # kvcached leaves 5 % of a device free.
+    num_blocks = int(0.95 * gib * 2**30 // (BLOCK_SIZE * KV_BYTES_PER_TOKEN))
+    # May exceed the machine's memory: only little is ever mapped.
+    pool = {"KVCACHED_HOSTVMM_OVERCOMMIT": "1"}
+
+    async def serve(prefill: Server, decode: Server) -> None:
+        async with http_client(8) as http:
+            router = Router(arm, prefill, decode, http)
+            for _ in range(2):
+                await asyncio.gather(*(router.hand_over(2048, TOKENS) for _ in range(8)))
+
+    with running(specs(arm, gib, pool, num_blocks=num_blocks), run.logs, run.update) as servers:
+        asyncio.run(serve(*servers))
+        for side, server in zip(("prefill", "decode"), servers, strict=True):
+            anonymous = 0
+            for process in server.processes():
+                # It may have ended meanwhile.
+                with contextlib.suppress(psutil.Error):
+                    anonymous += process.memory_info().rss - process.memory_info().shared
+            buffer = num_blocks * BLOCK_SIZE * KV_BYTES_PER_TOKEN
+            samples.add((side, gib), arm.name, anonymous=anonymous, buffer=buffer)
+    run.say(f"{arm.name}, {gib} GiB reserved: measured")
+
+
+def judge_memory(samples: Samples, slab_gib: float = SLAB_GIB) -> list[Verdict]:
+    direct, other = (one.name for one in PAIRS[0])
+    slab, rows, more = slab_gib * 1024, list[Verdict](), dict[str, list[float]]()
+    for side, gib in samples.settings:
+        with_slab, without = (samples.median((side, gib), arm, "anonymous") for arm in (other, direct))
+        mib, stock = (with_slab - without) / MIB, samples.median((side, gib), direct, "buffer") / MIB
+        more.setdefault(side, []).append(mib)
+        words = f"{side}, {gib:g} GiB reserved: resident beyond the direct path (<= {MOST_OF_SLAB} x the slab)"
+        found = f"{mib:.0f} MiB, slab {slab:.0f} MiB; stock host buffer {stock:.0f} MiB"
+        rows.append(Verdict(words, found, mib <= MOST_OF_SLAB * slab))
+    for side, some in more.items():
+        apart = max(some) - min(some)
+        words = f"{side}: the same for all reserved sizes (within {MOST_OF_SLAB - 1:.0%} of the slab)"
+        rows.append(Verdict(words, f"{apart:.0f} MiB apart", apart <= (MOST_OF_SLAB - 1) * slab))
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------- blocks and pages
 
 
 def measure_pages(run: Run, pages: Samples, loaded: Samples, arm: Arm) -> None:
-    own = dataclasses.replace(arm, environment={**KVCACHED, "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK})
-    specs = pair_specs(own, "pages", {}, **push_vs_pull.sizes_of(512))
-
     async def measured(prefill: Server, decode: Server) -> None:
         rounds, requests = (3, 12) if run.quick else (9, 48)
         async with http_client(CLIENTS) as http:
@@ -114,7 +174,7 @@ def measure_pages(run: Run, pages: Samples, loaded: Samples, arm: Arm) -> None:
                 run.update(f"{arm.name}: {requests} requests, {CLIENTS} at a time")
                 loaded.add((), arm.name, **await under_load(router, watch, requests, max(LENGTHS) // 4))
 
-    with running(specs, run.logs, run.update) as servers:
+    with running(specs(arm, 2, GIVES_BACK), run.logs, run.update) as servers:
         asyncio.run(measured(*servers))
     run.say(f"{arm.name}: measured")
 

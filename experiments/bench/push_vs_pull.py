@@ -143,7 +143,7 @@ def main(run: Run) -> int:
     return run.conclude([table_of(samples, title)], judge(samples), content)
 
 
-def sizes_of(batched_tokens: int) -> dict[str, Any]:
+def sizes_of(batched_tokens: int, num_blocks: int = NUM_BLOCKS) -> dict[str, Any]:
     return {
         "model": make_model(MODEL),
         "dtype": "float32",
@@ -151,7 +151,7 @@ def sizes_of(batched_tokens: int) -> dict[str, Any]:
         "max_model_len": 8704,
         "max_num_batched_tokens": batched_tokens,
         "forks": True,
-        "arguments": ("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(NUM_BLOCKS)),
+        "arguments": ("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(num_blocks)),
     }
 
 

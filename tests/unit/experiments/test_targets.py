@@ -46,6 +46,15 @@ def serve(moved: int = 9, **changes: float) -> list[Verdict]:
     return bench_serve.judge(samples, {bench_serve.PULL.name: (9, moved)})
 
 
+def memory(more: Mapping[float, int]) -> list[Verdict]:
+    """At most a twentieth more than the slab, and a twentieth apart."""
+    samples = Samples(("{}", "{} GiB reserved"))
+    for gib, mib in more.items():
+        for arm, found in (("pull", 500), ("pull, staged", 500 + mib)):
+            samples.add(("prefill", gib), arm, anonymous=found * MIB, buffer=gib * 2**30)
+    return memory_path.judge_memory(samples, slab_gib=100 / 1024)
+
+
 def pages(occupied: float) -> list[Verdict]:
     """A fifth longer than the copy at most; of the direct path nothing is promised."""
     samples = Samples(("{} tokens",))
@@ -84,6 +93,10 @@ BENCH: list[Case] = [
     (serve(first_token_p50_ms=100.1), ("first token",)),
     (serve(token_p50_ms=10.1), ("further tokens",)),
     (serve(cpu_token_ms=12.1), ("CPU",)),
+    (memory({1: 105, 60: 105}), ()),
+    (memory({1: 106, 60: 105}), ("prefill, 1 GiB",)),
+    (memory({1: 95, 60: 105}), ("the same for all",)),
+    (memory({1: 100, 60: 6000}), ("prefill, 60 GiB", "the same for all")),
     (pages(0.012), ()),
     (pages(0.0121), ("stay in use",)),
     (talk(), ()),
