@@ -64,6 +64,7 @@ class Router:
         self.pair = pair
         self.watches = [PageWatch(server.identity) for server in self.servers]
         self.rest = [watch.mapped_bytes() for watch in self.watches]
+        assert all(watch.count().samples for watch in self.watches)
 
     def decode(self, name: str) -> asyncio.Task[dict[str, Any]]:
         params = {**self.pair.coordinates, "transfer_id": name, "do_remote_prefill": True}
