@@ -111,7 +111,7 @@ def main(run: Run) -> int:
     has_network = enter(sys.argv[1:])
     if not has_network:
         run.say("without a link: no network namespace can be made here (CAP_SYS_ADMIN, ip, tc)")
-    transports = [one for one in run.chosen(TRANSPORTS.values()) if has_network or one.of_prefill is None]
+    transports = run.chosen(one for one in TRANSPORTS.values() if has_network or one.of_prefill is None)
     arms = [arm for arm in ARMS if arm is not STOCK_PUSH or run.vllm.startswith("0.28")]
     rates: dict[str, dict[str, float | None]] = {}
 

@@ -76,13 +76,13 @@ class Run:
         return quick if self.quick else self.options.rounds or full
 
     def chosen(self, some: Iterable[T]) -> list[T]:
-        """Return those whose names have a word in them that ``--only`` gives, or are one. Raises ServerError if there
-        is none."""
+        """Return those whose names have a word in them that ``--only`` gives, or are one. Raises ServerError if a word
+        fits none."""
         words, known = self.options.only or [""], {str(getattr(one, "name", one)): one for one in some}
-        found = [one for name, one in known.items() if any(word.lower() in name.lower() for word in words)]
-        if not found:
-            raise ServerError(f"found none that fits --only {' or '.join(words)!r}; there are: {'; '.join(known)}.")
-        return found
+        for word in words:
+            if not any(word.lower() in name.lower() for name in known):
+                raise ServerError(f"found none that fits --only {word!r}; there are: {'; '.join(known)}.")
+        return [one for name, one in known.items() if any(word.lower() in name.lower() for word in words)]
 
     def write(self, content: Mapping[str, Any], path: Path | None = None) -> None:
         """Write ``content`` with versions, hardware and commit added. Atomic: no reader sees an incomplete file."""

@@ -66,11 +66,12 @@ class Phase:
 
 
 def main(run: Run) -> int:
+    changes = run.chosen(CHANGES)
     made = subprocess.run(["bash", "experiments/env.sh", BEFORE], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     if made.returncode:
         raise ServerError(f"found no environment with vLLM {BEFORE}; experiments/env.sh says above what is missing")
     before = Path(made.stdout.splitlines()[-1]) / "bin" / "vllm"
-    expected, changes = expected_of(before, run.logs, run.say), run.chosen(CHANGES)
+    expected = expected_of(before, run.logs, run.say)
     found = [measure(mode, before, expected, changes, run.logs / mode, run.say) for mode in run.modes]
     phases = sum(found, [])
     content = {"before": BEFORE, "phases": [dataclasses.asdict(one) for one in phases]}

@@ -348,9 +348,11 @@ def test_a_mode_is_compared_alone(
         assert kept in json.loads((tmp_path / str(file)).read_text())["checks"]
 
 
-def test_options_that_fit_no_arm_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["pull"], ["push", "pull"]])
+def test_a_word_that_fits_no_arm_is_refused(words: list[str], tmp_path: Path) -> None:
+    only = [each for word in words for each in ("--only", word)]
     with pytest.raises(ServerError, match="found none that fits --only 'pull'; there are: kvcached P/D"):
-        run.main(Run(parse(["byte_equivalence", "--mode", "push", "--brief", "--only", "pull"]), tmp_path))
+        run.main(Run(parse(["byte_equivalence", "--mode", "push", "--brief", *only]), tmp_path))
 
 
 def test_help_needs_no_environment() -> None:
