@@ -18,9 +18,8 @@ from typing import Any
 
 DEFAULT_VLLM = (os.environ.get("KVCACHED_NIXL_VLLM") or "0.28.0").split()[-1]
 """Without ``--vllm``; must be the same as in experiments/run.sh."""
-KEEPS_LAST = "does not write last-VERSION files"
-KEEPS_ROWS = "last-VERSION.json keeps its rows of the other arms"
-KEEPS_OTHERS = "the results file keeps the others"
+PART = "does not write last-VERSION files"
+KEEPS = "the results keep their rows of the others"
 FAMILIES = """a family of experiments/common/families.py (gemma4, nemotron-h, ...) in place of the model with
 grouped-query attention; writes last-VERSION-FAMILY.json"""
 POLICY = "kv_load_failure_policy (%(default)s)"
@@ -34,26 +33,21 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def _number(option: str, what: str, default: int | None = None) -> Option:
-    limits = "at least 1" if default is None else "at least 1; %(default)s"
-    return option, {"type": _at_least_one, "default": default, "metavar": "N", "help": f"{what} ({limits})"}
+def _number(option: str, what: str) -> Option:
+    return option, {"type": _at_least_one, "metavar": "N", "help": what}
 
 
-def _word(option: str, things: str, files: str = KEEPS_LAST, **more: Any) -> Option:
-    words = f"only {things} whose name contains WORD; {files}"
-    return option, {"metavar": "WORD", "default": "", "help": words, **more}
+def _only(things: str, files: str = PART) -> Option:
+    words = f"only {things} whose name contains WORD; repeatable; {files}"
+    return "--only", {"metavar": "WORD", "action": "append", "default": [], "help": words}
 
 
-def _quick(less: str, files: str = "writes last-VERSION-quick files") -> Option:
-    return "--quick", {"action": "store_true", "help": f"{less}; {files}"}
-
-
-def _mode(files: str = KEEPS_LAST) -> Option:
+def _mode(files: str = PART) -> Option:
     return "--mode", {"choices": ("pull", "push"), "help": f"only this transfer mode; {files}"}
 
 
-def _size(size: str, what: str) -> Option:
-    return f"--{size}", {"dest": "size", "action": "store_const", "const": size, "default": "full", "help": what}
+def _quick(less: str) -> Option:
+    return "--quick", {"action": "store_true", "help": f"{less}; writes last-VERSION-quick files"}
 
 
 QUESTIONS = ("push_vs_pull", "memory_path", "family_cost", "bench_serve", "asking", "conversations", "traces")
@@ -64,55 +58,54 @@ EXPERIMENTS: Mapping[str, tuple[str, tuple[Option, ...]]] = MappingProxyType(
         "byte_equivalence": (
             "run",
             (
-                _mode(KEEPS_ROWS),
-                _size("quick", "float32 only, fewer zeroed blocks, forked engines"),
-                _size("brief", "as --quick, with one arm per transfer mode; does not write last-VERSION.json"),
-                _word("--arm", "arms", f"repeatable; {KEEPS_ROWS}", action="append", default=[]),
+                _quick("float32 only, fewer zeroed blocks, forked engines"),
+                ("--brief", {"action": "store_true", "help": f"as --quick, with one arm per transfer mode; {PART}"}),
+                _mode(KEEPS),
+                _only("arms", KEEPS),
                 ("--model", {"metavar": "FAMILY", "help": FAMILIES}),
             ),
         ),
         "bench": (
-            "samples",
+            "comparison",
             (
                 ("question", {"choices": QUESTIONS, "metavar": "QUESTION", "help": f"one of {', '.join(QUESTIONS)}"}),
                 _quick("fewer settings and rounds"),
                 _number("--rounds", "instead of the question's; not of all questions"),
-                _word("--only", "settings or arms"),
+                _only("settings or arms"),
             ),
         ),
         "lease_recovery": (
             "report",
             (
-                _number("--rounds", "how often each fault is inflicted", 2),
-                _word("--arm", "arms", f'such as "staged push" or "hybrid"; {KEEPS_LAST}'),
+                _number("--rounds", "how often each fault is inflicted (2)"),
+                _only('arms, such as "staged push" or "hybrid",'),
                 ("--policy", {"choices": ("fail", "recompute"), "default": "recompute", "help": POLICY}),
-                _quick("each fault once, in the arms pull and push if no --arm is given", KEEPS_LAST),
+                _quick("each fault once, in the arms pull and push if --only names none"),
             ),
         ),
         "shared_device": (
             "report",
             (
-                _quick("less load, and two arms if no --arm is given", KEEPS_LAST),
+                _quick("less load, and two arms if --only names none"),
                 ("--seed", {"type": int, "default": 1, "help": "seed of all random choices (%(default)s)"}),
-                ("--part", {"choices": ("table", "overload"), "help": f"only this part; {KEEPS_LAST}"}),
-                _word("--arm", "arms of the table"),
+                _only('arms of the table, or "overload",'),
             ),
         ),
-        "fleet_change": ("measure", (_mode(KEEPS_OTHERS), _word("--change", "changes", KEEPS_OTHERS))),
+        "fleet_change": ("measure", (_mode(), _only("changes"))),
         "dashboard": ("queries", ()),
         "stacks": (
             "measure",
             (
                 _quick("30 requests instead of 90"),
                 _mode(),
-                _word("--stack", "stacks"),
-                _number("--engines", f"of each role; of several, each is restarted under load; {KEEPS_LAST}", 1),
+                _only("stacks"),
+                _number("--engines", f"of each role (1); of several, each is restarted under load; {PART}"),
             ),
         ),
     }
 )
-"""Experiment -> its module, which has ``main(options)``, which returns the exit status, and the docstring that
-``--help`` prints; and its options."""
+"""Experiment -> its module, which has the docstring that ``--help`` prints, and ``main(run)``, which returns the exit
+status (of ``bench``, the question's module); and its options."""
 
 
 def _docstring(experiment: str, module: str) -> str:
@@ -120,8 +113,8 @@ def _docstring(experiment: str, module: str) -> str:
     return ast.get_docstring(ast.parse(source)) or ""
 
 
-def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
-    """Return the module of the experiment that is named first, and the options; exits as argparse does."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of the experiment that is named first, and its ``module``; exits as argparse does."""
     if not arguments or arguments[0] not in EXPERIMENTS:
         sys.exit(f"usage: python -m experiments {'|'.join(EXPERIMENTS)} [OPTION...]")
     experiment, (module, options) = arguments[0], EXPERIMENTS[arguments[0]]
@@ -137,23 +130,27 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
     )
     for name, how in options:
         parser.add_argument(name, **how)
-    return f"experiments.{experiment}.{module}", parser.parse_args(arguments[1:])
+    without = {"question": "", "quick": False, "only": [], "mode": None, "engines": None}
+    found = parser.parse_args(arguments[1:], argparse.Namespace(experiment=experiment, **without))
+    found.module = f"experiments.{experiment}.{found.question or module}"
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
     """Return the exit status: that of the experiment, or 2 if a server failed, so that nothing can be judged."""
-    module, options = parse(arguments)
+    options = parse(arguments)
     import httpx
 
     from experiments.common.client import AnswerError
+    from experiments.common.report import Run
     from experiments.common.servers import ServerError
 
     try:
-        status: int = importlib.import_module(module).main(options)
+        run = Run(options, Path(__file__).parent / options.experiment / "results")
+        return int(importlib.import_module(options.module).main(run))
     except (ServerError, AnswerError, httpx.HTTPError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        status = 2
-    return status
+        return 2
 
 
 if __name__ == "__main__":

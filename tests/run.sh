@@ -127,7 +127,7 @@ while read -r -u 3 what version size estimate; do
         run "$name" bash experiments/byte_equivalence/run.sh "$length" --vllm "$version"
         ;;
     equivalence/V2)
-        arms=(--quick --arm "runner V2")
+        arms=(--quick --only "runner V2")
         [[ $size == whole ]] || arms=(--brief) # with such a vLLM every server uses model runner V2
         run "$name" bash experiments/byte_equivalence/run.sh "${arms[@]}" --vllm "$version"
         ;;

@@ -13,18 +13,17 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from experiments.bench.pairs import KVCACHED, in_turn
-from experiments.bench.samples import Answer, Column, Run, Samples
+from experiments.bench.comparison import KVCACHED, Arm, Column, Samples, in_turn, pair_specs
 from experiments.common.counted import since
-from experiments.common.device import MODES, nixl
+from experiments.common.device import MODES
 from experiments.common.model import ModelShape, make_model
-from experiments.common.report import Verdict
-from experiments.common.servers import ENVIRONMENT, ServerSpec, prefill_and_decode
+from experiments.common.report import Run, Verdict
+from experiments.common.servers import ENVIRONMENT, ServerSpec
 from experiments.stacks.routers import Servers, alone, behind, vllm_router
 
 MODEL = ModelShape(layers=8, kv_heads=8, max_positions=4096)
@@ -33,40 +32,14 @@ PROMPTS, QUICK_PROMPTS = {1: 6, 8: 16, 64: 64}, {8: 16}
 """Prompts of a run, by how many are in flight at a time."""
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One arm.
-
-    Attributes:
-        mode: the transfer mode, or "" for one instance.
-        is_behind: vllm-router asks prefill; else decode does.
-        is_stock: vLLM's own connector on vLLM's own memory, without kvcached and this package.
-    """
-
-    name: str
-    mode: str = ""
-    is_behind: bool = False
-    is_stock: bool = False
-
-    def specs(self, model: Path) -> list[ServerSpec]:
-        if not self.mode:
-            # As many threads as the two servers of another arm have together.
-            threads = {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
-            return [ServerSpec("one-instance", model, dtype="float32", environment=threads, forks=True)]
-        config = nixl("", {} if self.is_stock else {"transfer_mode": self.mode}, kv_load_failure_policy="fail")
-        if self.is_stock and self.mode == "push":
-            config["kv_connector"] = "NixlPushConnector"
-        memory = {} if self.is_stock else {**KVCACHED, "KVCACHED_HOSTVMM_GIB": "2"}
-        return prefill_and_decode(self.name, config, model=model, dtype="float32", environment=memory, forks=True)
-
-
 ONE = Arm("one instance")
-PULL, PUSH = Arm("decode asks, pull", "pull"), Arm("decode asks, push", "push")
-STOCK_PULL = Arm("vllm-router, stock pull", "pull", is_behind=True, is_stock=True)
-STOCK_PUSH = Arm("vllm-router, stock push", "push", is_behind=True, is_stock=True)
+MEMORY: Mapping[str, str] = {**KVCACHED, "KVCACHED_HOSTVMM_GIB": "2"}
+PULL, PUSH = (Arm(f"decode asks, {mode}", MEMORY, {"transfer_mode": mode}, asks=True) for mode in MODES)
+STOCK_PULL = Arm("vllm-router, stock pull")
+STOCK_PUSH = Arm("vllm-router, stock push", connector="NixlPushConnector")
 GROUPS: Mapping[str, tuple[Arm, ...]] = {
-    "pull": (ONE, PULL, Arm("vllm-router, pull", "pull", is_behind=True), STOCK_PULL),
-    "push": (PUSH, Arm("vllm-router, push", "push", is_behind=True), STOCK_PUSH),
+    "pull": (ONE, PULL, replace(PULL, name="vllm-router, pull", asks=False), STOCK_PULL),
+    "push": (PUSH, replace(PUSH, name="vllm-router, push", asks=False), STOCK_PUSH),
 }
 """Arms whose servers run at the same time and take turns, by transfer mode."""
 PAIRS = ((PULL, STOCK_PULL), (PUSH, STOCK_PUSH))
@@ -96,14 +69,14 @@ COLUMNS = (
 )
 
 
-def answer(run: Run) -> Answer:
+def main(run: Run) -> int:
     samples = Samples(("{} at a time",))
     handed: dict[str, tuple[int, int]] = {}
     for mode in run.chosen(MODES):
         handed |= measure(run, samples, GROUPS[mode])
     table = samples.table("vllm bench serve; medians over the rounds", COLUMNS)
     moved = {arm: {"asked": asked, "moved": found} for arm, (asked, found) in handed.items()}
-    return Answer([table], judge(samples, handed), {"handed": moved, "runs": samples.as_json()})
+    return run.conclude([table], judge(samples, handed), {"handed": moved, "runs": samples.as_json()})
 
 
 @dataclass(frozen=True)
@@ -133,8 +106,14 @@ def measure(run: Run, samples: Samples, arms: Sequence[Arm]) -> dict[str, tuple[
     with contextlib.ExitStack() as stack:
         deployed = []
         for arm in arms:
-            known, specs, logs = _children(), arm.specs(model), run.logs / arm.name
-            start = behind(vllm_router, specs, logs, run.update) if arm.is_behind else alone(specs, logs, run.update)
+            known, logs = _children(), run.logs / arm.name
+            specs = pair_specs(arm, "", {}, model=model, dtype="float32", forks=True)
+            if arm is ONE:
+                # As many threads as the two servers of another arm have together.
+                threads = {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))}
+                specs = [ServerSpec("one-instance", model, dtype="float32", environment=threads, forks=True)]
+            is_alone = arm.asks or arm is ONE
+            start = alone(specs, logs, run.update) if is_alone else behind(vllm_router, specs, logs, run.update)
             deployed.append(_Deployed(arm, stack.enter_context(start), _children() - known))
         warm = max(prompts.values())
         # Stock's memory is there from the start; kvcached's pages come with the first requests that need them, and the
@@ -148,7 +127,9 @@ def measure(run: Run, samples: Samples, arms: Sequence[Arm]) -> dict[str, tuple[
                 found = _bench(run, one, model, at_a_time=at_a_time, prompts=prompts[at_a_time], seed=seed)
                 samples.add((at_a_time,), one.arm.name, **found)
         asked = warm + rounds * sum(prompts.values())
-        return {one.arm.name: (asked, since({}, one.servers.hand_overs, asked)) for one in deployed if one.arm.mode}
+        return {
+            one.arm.name: (asked, since({}, one.servers.hand_overs, asked)) for one in deployed if one.arm is not ONE
+        }
 
 
 def _children() -> frozenset[int]:

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from experiments.bench import push_vs_pull
-from experiments.bench.pairs import KVCACHED, in_turn
-from experiments.bench.samples import Answer, Column, Run, Samples, percentile
+from experiments.bench.comparison import KVCACHED, Column, Samples, in_turn, percentile
 from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, compare_answers
 from experiments.common.client import Answer as Alone
 from experiments.common.client import AnswerError, Client, http_client
@@ -34,8 +33,8 @@ from experiments.common.counted import samples as metrics
 from experiments.common.counted import settled
 from experiments.common.device import nixl, role, with_extra
 from experiments.common.model import make_model
-from experiments.common.report import Verdict
-from experiments.common.servers import HOST, Asking, Running, Server, ServerSpec, free_ports, tag_of
+from experiments.common.report import Run, Verdict
+from experiments.common.servers import HOST, Asking, Running, ServerSpec, free_ports, tag_of
 from experiments.stacks.routers import toy_proxy
 
 MODEL = replace(push_vs_pull.MODEL, kv_heads=4)
@@ -84,7 +83,7 @@ class Arm:
                 block_size=BLOCK_TOKENS,
                 max_model_len=max(tokens) + BLOCK_TOKENS,
                 kv_space_gib=kv_gib,
-                kv_transfer=nixl(side, self.extra, kv_load_failure_policy="fail") if len(self.sides) > 1 else None,
+                kv_transfer=nixl(side, self.extra) if len(self.sides) > 1 else None,
                 environment={} if self.is_stock else kept,
                 arguments=("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", str(num_blocks)),
                 forks=True,
@@ -130,28 +129,13 @@ COLUMNS = (
 """Tokens and MiB are those of a turn; tokens that prefill and decode have computed, and that decode has fetched."""
 
 
-def answer(run: Run) -> Answer:
+def main(run: Run) -> int:
+    """Start all servers, and let the arms take turns, round by round."""
     load, samples, rounds = Load(2, 3, 1024, 1.5) if run.quick else Load(), Samples(("{}",)), run.times(3, 1)
-    problems, asked, planted = measure(run, load, rounds, samples)
-    for setting, arm in list(samples.figures):
-        ours, stock = (samples.values(setting, one, "first_token") for one in (arm, STOCK.name))
-        if ours and stock:
-            samples.add(setting, arm, ratio=statistics.median(ours) / statistics.median(stock))
-    table = samples.table(f"conversations, vLLM {run.vllm}; medians", COLUMNS)
-    content = {"load": asdict(load), "rounds": rounds, "problems": problems, "samples": samples.as_json()}
-    return Answer([table], [*judge(samples, problems, asked), *planted], content)
-
-
-def measure(run: Run, load: Load, rounds: int, samples: Samples) -> tuple[list[str], int, list[Verdict]]:
-    """Start all servers, and let the arms take turns, round by round.
-
-    Returns: what was not right, of how many answers, and whether a planted damage was seen.
-    """
     messages, problems = load.messages(), list[str]()
-    chosen = run.chosen([arm.name for arm in ARMS])
+    chosen = [STOCK, *run.chosen(ARMS)]
     with contextlib.ExitStack() as stack:
-        arms = [arm for arm in ARMS if arm is STOCK or arm.name in chosen]
-        all_ = [stack.enter_context(serving(run, arm, messages)) for arm in arms]
+        all_ = [stack.enter_context(serving(run, arm, messages)) for arm in ARMS if arm in chosen]
         talks = asyncio.run(learn(all_[0].urls[0], messages))
         # Not measured: the handshakes, first steps, and the first touch of memory.
         begins = [talk[:2] for talk in talks]
@@ -161,7 +145,14 @@ def measure(run: Run, load: Load, rounds: int, samples: Samples) -> tuple[list[s
                 of, into, thinks = (talks, samples, 1.0) if number else (begins, Samples(samples.forms), 0.0)
                 problems += asyncio.run(converse(served, of, f"round-{number}", into, thinks))
         planted = [asyncio.run(plant(one, talks[0][-1])) for one in all_ if one.arm is HOME]
-    return problems, len(all_) * sum(map(len, [*talks * rounds, *begins])), planted
+    for setting, arm in list(samples.figures):
+        ours, stock = (samples.values(setting, one, "first_token") for one in (arm, STOCK.name))
+        if ours and stock:
+            samples.add(setting, arm, ratio=statistics.median(ours) / statistics.median(stock))
+    table = samples.table(f"conversations, vLLM {run.vllm}; medians", COLUMNS)
+    content = {"load": asdict(load), "rounds": rounds, "problems": problems, "samples": samples.as_json()}
+    asked = len(all_) * sum(map(len, [*talks * rounds, *begins]))
+    return run.conclude([table], [*judge(samples, problems, asked), *planted], content)
 
 
 @dataclass(frozen=True)
@@ -177,7 +168,16 @@ class Serving:
         return (conversation + turn) % len(self.urls)
 
     def counted(self) -> Counter[str]:
-        return sum((_counted(server) for server in self.launched.servers), Counter())
+        found: Counter[str] = Counter()
+        for server in self.launched.servers:
+            side = "prefill" if role(server.spec.name) == "kv_producer" else "decode"
+            for labels, value in metrics(f"{server.base_url}/metrics", "vllm:").items():
+                if labels.startswith("vllm:prompt_tokens_by_source_total"):
+                    found[side] += int(value) if "local_compute" in labels else 0
+                    found["fetched"] += int(value) if "external_kv_transfer" in labels else 0
+                elif labels.startswith("vllm:nixl_bytes_transferred_sum"):
+                    found["moved"] += int(value)
+        return found
 
     def missing_bytes(self, talks: Sequence[Sequence[Turn]]) -> dict[str, int]:
         """Return how much KV of the prompts' blocks the server that is asked has not computed or fetched before."""
@@ -191,18 +191,6 @@ class Serving:
                 # The last token of an answer is not computed.
                 cached[server] = (len(turn.prompt) + ANSWER_TOKENS - 1) // BLOCK_TOKENS
         return found
-
-
-def _counted(server: Server) -> Counter[str]:
-    found: Counter[str] = Counter()
-    side = "prefill" if role(server.spec.name) == "kv_producer" else "decode"
-    for labels, value in metrics(f"{server.base_url}/metrics", "vllm:").items():
-        if labels.startswith("vllm:prompt_tokens_by_source_total"):
-            found[side] += int(value) if "local_compute" in labels else 0
-            found["fetched"] += int(value) if "external_kv_transfer" in labels else 0
-        elif labels.startswith("vllm:nixl_bytes_transferred_sum"):
-            found["moved"] += int(value)
-    return found
 
 
 @contextlib.contextmanager

@@ -12,21 +12,18 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.bench.pairs import APART, FORMS, KVCACHED, Arm, Comparison, Router, pair_specs
-from experiments.bench.samples import Answer, Column, Run, Samples
+from experiments.bench.comparison import APART, KVCACHED, Arm, Column, Comparison, Router, Samples, pair_specs
 from experiments.common.client import AnswerError
 from experiments.common.counted import counters
 from experiments.common.families import FAMILIES, make_family
 from experiments.common.model import GQA, make_model
-from experiments.common.report import Verdict
+from experiments.common.report import Run
 from experiments.common.servers import ServerSpec
 
 ONE_GROUP = "one group"
 """A model with grouped-query attention in all layers, to compare with."""
 MODELS = (ONE_GROUP, "gemma4", "nemotron-h")
 LENGTHS = (512, 1900)
-SLOWEST = 1.15
-"""Pull's time to first token, as a multiple of stock's."""
 COUNTERS = {"descriptors": "vllm:nixl_num_descriptors_sum", "bytes": "vllm:nixl_bytes_transferred_sum"}
 _KEPT: Mapping[str, str] = {
     "KVCACHED_HOSTVMM_GIB": "2",
@@ -41,8 +38,8 @@ PULL_APART = Arm("pull, non-contiguous", {**APART, **_KEPT})
 ARMS = (STOCK, PULL, PULL_APART, Arm("push, contiguous", PULL.environment, {"transfer_mode": "push"}, is_streamed=True))
 
 
-def answer(run: Run) -> Answer:
-    samples = Samples(FORMS)
+def main(run: Run) -> int:
+    samples = Samples()
     rounds = dict.fromkeys(((length, 1) for length in LENGTHS), run.times(10, 5))
     for model in run.chosen(MODELS):
         Comparison(ARMS, functools.partial(specs, model), ask, rounds).measure(run, samples, model)
@@ -53,7 +50,10 @@ def answer(run: Run) -> Answer:
         Column("KiB", "bytes", 1 / 1024),
     )
     table = samples.table(f"hand-overs by family, vLLM {run.vllm}; medians", columns)
-    return Answer([table], judge(samples), {"samples": samples.as_json()})
+    verdicts = samples.compare(PULL.name, STOCK.name, "first_token", "first token, pull / stock", most=1.15)
+    words = "descriptors, contiguous / non-contiguous"
+    verdicts += samples.compare(PULL.name, PULL_APART.name, "descriptors", words, most=0.5)
+    return run.conclude([table], verdicts, {"samples": samples.as_json()})
 
 
 def specs(model: str, arm: Arm) -> list[ServerSpec]:
@@ -86,9 +86,3 @@ async def _counted(router: Router) -> dict[str, float]:
     pages = [f"{side.base_url}/metrics" for side in (router.prefill, router.decode)]
     found = {what: await asyncio.to_thread(counters, pages, name) for what, name in COUNTERS.items()}
     return {what: sum(values.values()) for what, values in found.items()}
-
-
-def judge(samples: Samples) -> list[Verdict]:
-    found = samples.compare(PULL.name, STOCK.name, "first_token", "first token, pull / stock", most=SLOWEST)
-    words = "descriptors, contiguous / non-contiguous"
-    return found + samples.compare(PULL.name, PULL_APART.name, "descriptors", words, most=0.5)

@@ -17,30 +17,28 @@ import itertools
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
+from rich.table import Table
 
 from experiments.bench import push_vs_pull
-from experiments.bench.pairs import FORMS, KVCACHED, Arm, Router, pair_specs
+from experiments.bench.comparison import KVCACHED, Arm, Column, Router, Samples, pair_specs
 from experiments.bench.push_vs_pull import BLOCK_SIZE, KV_BYTES_PER_TOKEN, MODEL, SHARED_MEMORY, TCP, Load
-from experiments.bench.samples import Answer, Column, Run, Samples
 from experiments.common.client import AnswerError, at_a_time, http_client
-from experiments.common.model import make_model
-from experiments.common.pages import PageWatch
-from experiments.common.report import Verdict, finish, line, make_panels, save
+from experiments.common.counted import PageWatch
+from experiments.common.report import Run, Verdict, finish, make_panels, save
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
 
 PARTS = ("memory", "first-token", "pages")
-PAGE_GROUP_BYTES = 2 * MODEL.layers * (2 << 20)
-"""The least that kvcached maps at a time: a page of K and one of V in every layer."""
-BLOCK_BYTES = BLOCK_SIZE * KV_BYTES_PER_TOKEN
+IDLE_BYTES = 2 * MODEL.layers * (2 << 20)
+"""The least that kvcached maps at a time: a page of K and one of V in every layer. So much is mapped when idle, for
+vLLM's null block."""
 RESERVED_GIB = (1, 8, 60)
 SLAB_GIB = 0.25
 MOST_OF_SLAB, MOST_OF_DIRECT, MOST_OF_COPY = 1.05, 1.15, 1.2
 TOKENS = 2
 LENGTHS = (2048, 8192)
-FIRST_TOKEN = Load(lengths=(512, 2048, 8192), at_a_time=(1, 4), most_rounds=5, tokens=16_384)
-FIRST_TOKEN_QUICK = Load(lengths=(512, 4096), at_a_time=(1,), most_rounds=5)
 LOOK_SECONDS = 0.002
 SETTLE_SECONDS = 30.0
 LATE_SECONDS = 0.5
@@ -57,13 +55,12 @@ LOADED = (
     Column("requests/s", "rate", 1, 1),
     Column("mapped, MiB", "mapped", 1 / MIB),
     Column("of the pool, %", "share", 100),
-    Column("page groups free for a second model", "free", 1 / PAGE_GROUP_BYTES, 1),
+    Column("page groups free for a second model", "free", 1 / IDLE_BYTES, 1),
 )
 
 
-def staged(arm: Arm, gib: float | None = None) -> Arm:
-    """Return ``arm`` staged through a slab in host memory, of the default size or of ``gib``."""
-    size = {} if gib is None else {"staging_gib": gib}
+def staged(arm: Arm, **size: float) -> Arm:
+    """Return ``arm`` staged through a slab in host memory; ``size``: its ``staging_gib``, if not the default."""
     return dataclasses.replace(arm, name=f"{arm.name}, staged", extra={**arm.extra, "memory_path": "host", **size})
 
 
@@ -73,40 +70,41 @@ VERIFIED = dataclasses.replace(push_vs_pull.PULL, name="pull, verified", extra={
 """Every hand-over is verified; the cost is reported without a target."""
 
 
-def answer(run: Run) -> Answer:
+def main(run: Run) -> int:
     """Run the parts one after the other, so that no two pairs are measured at the same time."""
-    memory, first, pages = Samples(("{}", "{} GiB reserved")), Samples(FORMS), Samples(("{} tokens",))
-    loaded = Samples(())
-    parts = run.chosen(PARTS)
+    memory, first = Samples(("{}", "{} GiB reserved")), Samples()
+    pages, loaded = Samples(("{} tokens",)), Samples(())
+    parts, tables, verdicts = run.chosen(PARTS), list[Table](), list[Verdict]()
+    title = f"direct and staged, vLLM {run.vllm}"
     if "memory" in parts:
-        for gib, arm in itertools.product(RESERVED_GIB, (push_vs_pull.PULL, staged(push_vs_pull.PULL, SLAB_GIB))):
+        for gib, arm in itertools.product(RESERVED_GIB, (PAIRS[0][0], staged(PAIRS[0][0], staging_gib=SLAB_GIB))):
             measure_memory(run, memory, arm, gib)
+        verdicts += judge_memory(memory)
     if "first-token" in parts:
+        load = Load(lengths=(512, 2048, 8192), at_a_time=(1, 4), most_rounds=5, tokens=16_384)
+        if run.quick:
+            load = Load(lengths=(512, 4096), at_a_time=(1,), most_rounds=5)
         for transport in (TCP, SHARED_MEMORY):
-            load = FIRST_TOKEN_QUICK if run.quick else FIRST_TOKEN
             push_vs_pull.comparison((*ARMS, VERIFIED), transport, load).measure(run, first, transport.name)
+        tables.append(push_vs_pull.table_of(first, f"{title}; milliseconds"))
+        limit = {"most": MOST_OF_DIRECT, "where": lambda setting: setting[0] == TCP.name}
+        for direct, other in PAIRS:
+            words = f"{direct.name}: first token, staged / direct"
+            verdicts += first.compare(other.name, direct.name, "first_token", words, **limit)
     if "pages" in parts:
         for arm in ARMS:
             measure_pages(run, pages, loaded, arm)
-    title = f"direct and staged, vLLM {run.vllm}"
-    tables = []
-    if first.figures:
-        tables.append(push_vs_pull.table_of(first, f"{title}; milliseconds"))
-    if pages.figures:
         words = "under load, with late requests to decode: prefill's pool on average"
         tables += [pages.table(f"{title}: after prefill's last step, ms", PAGES), loaded.table(words, LOADED)]
+        verdicts += judge_pages(pages)
+        plot(pages, loaded, title, run.path.with_suffix(".png"))
     content = {"memory": memory, "first_token": first, "pages": pages, "under_load": loaded}
-    return Answer(
-        tables,
-        [*judge_memory(memory), *judge_first_token(first), *judge_pages(pages)],
-        {name: samples.as_json() for name, samples in content.items()},
-        (lambda path: plot(pages, loaded, title, path)) if pages.figures else None,
-    )
+    return run.conclude(tables, verdicts, {name: samples.as_json() for name, samples in content.items()})
 
 
-def specs(arm: Arm, gib: float, num_blocks: int, pool: Mapping[str, str], model: Path) -> list[ServerSpec]:
-    own = dataclasses.replace(arm, environment={**KVCACHED, "KVCACHED_HOSTVMM_GIB": str(gib), **pool})
-    return pair_specs(own, f"{gib}", {}, **push_vs_pull.sizes_of(model, num_blocks, 512))
+def specs(arm: Arm, gib: float, pool: Mapping[str, str], **sizes: Any) -> list[ServerSpec]:
+    own = dataclasses.replace(arm, environment={**KVCACHED, "KVCACHED_HOSTVMM_GIB": f"{gib}", **pool})
+    return pair_specs(own, f"{gib}", {}, **push_vs_pull.sizes_of(512, **sizes))
 
 
 # ---------------------------------------------------------------------------------------------------- resident memory
@@ -115,32 +113,32 @@ def specs(arm: Arm, gib: float, num_blocks: int, pool: Mapping[str, str], model:
 def measure_memory(run: Run, samples: Samples, arm: Arm, gib: float) -> None:
     """Start a pair, hand over as much at a time as the slab holds, read its memory besides kvcached's pages."""
     # kvcached leaves 5 % of a device free.
-    num_blocks = int(0.95 * gib * 2**30 // BLOCK_BYTES)
+    num_blocks = int(0.95 * gib * 2**30 // (BLOCK_SIZE * KV_BYTES_PER_TOKEN))
     # May exceed the machine's memory: only little is ever mapped.
     pool = {"KVCACHED_HOSTVMM_OVERCOMMIT": "1"}
-    with running(specs(arm, gib, num_blocks, pool, make_model(MODEL)), run.logs, run.update) as servers:
-        asyncio.run(_serve(arm, *servers))
+
+    async def serve(prefill: Server, decode: Server) -> None:
+        async with http_client(8) as http:
+            router = Router(arm, prefill, decode, http)
+            for _ in range(2):
+                await asyncio.gather(*(router.hand_over(2048, TOKENS) for _ in range(8)))
+
+    with running(specs(arm, gib, pool, num_blocks=num_blocks), run.logs, run.update) as servers:
+        asyncio.run(serve(*servers))
         for side, server in zip(("prefill", "decode"), servers, strict=True):
             anonymous = 0
             for process in server.processes():
                 # It may have ended meanwhile.
                 with contextlib.suppress(psutil.Error):
                     anonymous += process.memory_info().rss - process.memory_info().shared
-            samples.add((side, gib), arm.name, anonymous=anonymous, buffer=num_blocks * BLOCK_BYTES)
+            buffer = num_blocks * BLOCK_SIZE * KV_BYTES_PER_TOKEN
+            samples.add((side, gib), arm.name, anonymous=anonymous, buffer=buffer)
     run.say(f"{arm.name}, {gib} GiB reserved: measured")
-
-
-async def _serve(arm: Arm, prefill: Server, decode: Server) -> None:
-    async with http_client(8) as http:
-        router = Router(arm, prefill, decode, http)
-        for _ in range(2):
-            await asyncio.gather(*(router.hand_over(2048, TOKENS) for _ in range(8)))
 
 
 def judge_memory(samples: Samples, slab_gib: float = SLAB_GIB) -> list[Verdict]:
     direct, other = (one.name for one in PAIRS[0])
-    slab, rows = slab_gib * 1024, []
-    more: dict[str, list[float]] = {}
+    slab, rows, more = slab_gib * 1024, list[Verdict](), dict[str, list[float]]()
     for side, gib in samples.settings:
         with_slab, without = (samples.median((side, gib), arm, "anonymous") for arm in (other, direct))
         mib, stock = (with_slab - without) / MIB, samples.median((side, gib), direct, "buffer") / MIB
@@ -155,102 +153,76 @@ def judge_memory(samples: Samples, slab_gib: float = SLAB_GIB) -> list[Verdict]:
     return rows
 
 
-def judge_first_token(samples: Samples) -> list[Verdict]:
-    limit = {"most": MOST_OF_DIRECT, "where": lambda setting: setting[0] == TCP.name}
-    verdicts: list[Verdict] = []
-    for direct, other in PAIRS:
-        words = f"{direct.name}: first token, staged / direct"
-        verdicts += samples.compare(other.name, direct.name, "first_token", words, **limit)
-    return verdicts
-
-
 # --------------------------------------------------------------------------------------------------- blocks and pages
 
 
 def measure_pages(run: Run, pages: Samples, loaded: Samples, arm: Arm) -> None:
-    made = specs(arm, 2, push_vs_pull.NUM_BLOCKS, GIVES_BACK, make_model(MODEL))
-
     async def measured(prefill: Server, decode: Server) -> None:
         rounds, requests = (3, 12) if run.quick else (9, 48)
         async with http_client(CLIENTS) as http:
             with PageWatch(prefill.identity) as watch:
                 router = Router(arm, prefill, decode, http)
-                pair = _Watched(router, watch)
                 await router.prefill.probe("time_transfers")
                 if (await router.prefill.probe("time_copies"))["staged"] is not ("memory_path" in arm.extra):
                     raise AnswerError(f"{arm.name}: prefill does not use its configured memory path; see its log.")
                 for _ in range(2):
                     # Not measured: the handshake and the first touch of all memory.
-                    await pair.one(max(LENGTHS))
+                    await alone(router, watch, max(LENGTHS))
                 for length, number in itertools.product(LENGTHS, range(rounds)):
                     run.update(f"{arm.name}: {length} tokens, {number + 1} of {rounds}")
-                    pages.add((length,), arm.name, **await pair.one(length))
+                    pages.add((length,), arm.name, **await alone(router, watch, length))
                 run.update(f"{arm.name}: {requests} requests, {CLIENTS} at a time")
-                loaded.add((), arm.name, **await pair.load(requests, max(LENGTHS) // 4))
+                loaded.add((), arm.name, **await under_load(router, watch, requests, max(LENGTHS) // 4))
 
-    with running(made, run.logs, run.update) as servers:
+    with running(specs(arm, 2, GIVES_BACK), run.logs, run.update) as servers:
         asyncio.run(measured(*servers))
     run.say(f"{arm.name}: measured")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Watched:
-    router: Router
-    watch: PageWatch
+async def alone(router: Router, watch: PageWatch, length: int) -> dict[str, float]:
+    """Hand one prompt over without other load; return the seconds from the end of prefill's last step until its blocks
+    are free, their pages are unmapped and decode's first token came; and those that prefill spent on copying KV out of
+    its blocks, 0 on the direct path. Returns when the pages are unmapped."""
+    await router.prefill.probe("copied")
+    handing = asyncio.create_task(router.hand_over(length, TOKENS))
+    while watch.mapped_bytes() <= IDLE_BYTES and not handing.done():
+        await asyncio.sleep(LOOK_SECONDS)
+    deadline = None
+    while watch.mapped_bytes() > IDLE_BYTES:
+        if handing.done():
+            deadline = deadline or time.monotonic() + SETTLE_SECONDS
+            if time.monotonic() > deadline:
+                raise AnswerError(
+                    f"{router.arm.name}: found {watch.mapped_bytes()} bytes mapped {SETTLE_SECONDS:.0f} s after the "
+                    f"answer; expected {IDLE_BYTES} at most."
+                )
+        await asyncio.sleep(LOOK_SECONDS)
+    unmapped, first_token = time.monotonic(), (await handing).tokens[0]
+    times = await router.prefill.probe("times")
+    computed, freed = float(times["computed"]), float(times["freed"])
+    if not computed < freed <= unmapped:
+        raise AnswerError(
+            f"{router.arm.name}: found blocks freed {freed - computed:.3f} s, and pages unmapped "
+            f"{unmapped - computed:.3f} s after prefill's last step; expected 0 < first <= second."
+        )
+    copied = float((await router.prefill.probe("copied"))["seconds"])
+    ends = {"occupied": freed, "mapped": unmapped, "whole": first_token}
+    return {"copied": copied, **{name: at - computed for name, at in ends.items()}}
 
-    async def one(self, length: int) -> dict[str, float]:
-        """Hand one prompt over without other load; return the seconds from the end of prefill's last step until its
-        blocks are free, their pages are unmapped and decode's first token came; and those that prefill spent on copying
-        KV out of its blocks, 0 on the direct path. Returns when the pages are unmapped."""
-        prefill = self.router.prefill
-        await prefill.probe("copied")
-        handing = asyncio.create_task(self.router.hand_over(length, TOKENS))
-        while not self._is_mapped() and not handing.done():
-            await asyncio.sleep(LOOK_SECONDS)
-        unmapped = await self._unmapped(handing)
-        first_token = (await handing).tokens[0]
-        times = await prefill.probe("times")
-        computed, freed = float(times["computed"]), float(times["freed"])
-        if not computed < freed <= unmapped:
-            raise AnswerError(
-                f"{self.router.arm.name}: found blocks freed {freed - computed:.3f} s, and pages unmapped "
-                f"{unmapped - computed:.3f} s after prefill's last step; expected 0 < first <= second."
-            )
-        copied = float((await prefill.probe("copied"))["seconds"])
-        ends = {"occupied": freed, "mapped": unmapped, "whole": first_token}
-        return {"copied": copied, **{name: at - computed for name, at in ends.items()}}
 
-    def _is_mapped(self) -> bool:
-        """Whether more is mapped than when idle, which is the page of vLLM's null block."""
-        return (self.watch.mapped_bytes() or 0) > PAGE_GROUP_BYTES
-
-    async def _unmapped(self, handing: asyncio.Task[object]) -> float:
-        """Wait until the pages are unmapped; returns that time (monotonic seconds)."""
-        deadline = None
-        while self._is_mapped():
-            if handing.done():
-                deadline = deadline or time.monotonic() + SETTLE_SECONDS
-                if time.monotonic() > deadline:
-                    raise AnswerError(
-                        f"{self.router.arm.name}: found {self.watch.mapped_bytes()} bytes mapped "
-                        f"{SETTLE_SECONDS:.0f} s after the answer; expected {PAGE_GROUP_BYTES} at most."
-                    )
-            await asyncio.sleep(LOOK_SECONDS)
-        return time.monotonic()
-
-    async def load(self, requests: int, length: int) -> dict[str, float]:
-        """Hand prompts over, ``CLIENTS`` at a time, with late requests to decode; return the rate, and how
-        much of prefill's pool is mapped on average, and free."""
-        calls = (self.router.hand_over(length, TOKENS, late_seconds=LATE_SECONDS) for _ in range(requests))
-        begun, area, last = time.monotonic(), 0.0, time.monotonic()
-        asking = asyncio.create_task(at_a_time(CLIENTS, calls))
-        while not asking.done():
-            await asyncio.sleep(LOOK_SECONDS)
-            now = time.monotonic()
-            area, last = area + (self.watch.mapped_bytes() or 0) * (now - last), now
-        await asking
-        mapped, pool = area / (last - begun), self.watch.limit_bytes
-        return {"rate": requests / (last - begun), "mapped": mapped, "share": mapped / pool, "free": pool - mapped}
+async def under_load(router: Router, watch: PageWatch, requests: int, length: int) -> dict[str, float]:
+    """Hand prompts over, ``CLIENTS`` at a time, with late requests to decode; return the rate, and how much of
+    prefill's pool is mapped on average, and free."""
+    calls = (router.hand_over(length, TOKENS, late_seconds=LATE_SECONDS) for _ in range(requests))
+    begun, area, last = time.monotonic(), 0.0, time.monotonic()
+    asking = asyncio.create_task(at_a_time(CLIENTS, calls))
+    while not asking.done():
+        await asyncio.sleep(LOOK_SECONDS)
+        now = time.monotonic()
+        area, last = area + watch.mapped_bytes() * (now - last), now
+    await asking
+    mapped, pool = area / (last - begun), watch.count().limit_bytes
+    return {"rate": requests / (last - begun), "mapped": mapped, "share": mapped / pool, "free": pool - mapped}
 
 
 def judge_pages(samples: Samples) -> list[Verdict]:
@@ -268,7 +240,8 @@ def plot(pages: Samples, loaded: Samples, title: str, path: Path) -> None:
     figure, (times, pool) = make_panels(2, 10.4, 4)
     lengths = [length for (length,) in pages.settings]
     for arm in pages.arms:
-        line(times, lengths, [pages.median((length,), arm, "occupied") for length in lengths], arm)
+        values = [pages.median((length,), arm, "occupied") for length in lengths]
+        times.plot(lengths, values, marker="o", markersize=3, label=arm)
     finish(times, xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="blocks in use after the last step, s")
     pool.bar(loaded.arms, [loaded.median((), arm, "mapped") / MIB for arm in loaded.arms])
     pool.set(ylabel="MiB of the pool mapped, under load")

@@ -9,7 +9,6 @@ TCP over a link that carries KV 1.2 times as fast as prefill computes it here. -
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import os
 import statistics
@@ -23,10 +22,9 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.bench.pairs import FORMS, KVCACHED, Arm, Comparison, Router, pair_specs
-from experiments.bench.samples import Answer, Column, Run, Samples, Setting, percentile
+from experiments.bench.comparison import KVCACHED, Arm, Column, Comparison, Router, Samples, pair_specs, percentile
 from experiments.common.model import ModelShape, make_model
-from experiments.common.report import Verdict, finish, line, make_panels, save
+from experiments.common.report import Run, Verdict, finish, make_panels, save
 from experiments.common.servers import ServerSpec
 
 MODEL = ModelShape(
@@ -109,29 +107,31 @@ class Load:
         }
 
 
-FULL = Load()
-QUICK = Load(lengths=(128, 1024, 4096), at_a_time=(1, 4), most_rounds=5)
-
-
-def answer(run: Run) -> Answer:
+def main(run: Run) -> int:
     has_network = enter(sys.argv[1:])
-    names = run.chosen(tuple(TRANSPORTS))
     if not has_network:
         run.say("without a link: no network namespace can be made here (CAP_SYS_ADMIN, ip, tc)")
-    transports = [one for one in map(TRANSPORTS.__getitem__, names) if has_network or one.of_prefill is None]
+    transports = run.chosen(one for one in TRANSPORTS.values() if has_network or one.of_prefill is None)
     arms = [arm for arm in ARMS if arm is not STOCK_PUSH or run.vllm.startswith("0.28")]
     rates: dict[str, dict[str, float | None]] = {}
 
     async def enter_network(name: str, router: Router) -> None:
         transport = TRANSPORTS[name]
-        makes_gbit = await _prefill_tokens_per_second(router, max(load.lengths)) * KV_BYTES_PER_TOKEN * 8 / 1e9
+        prompt, seconds = [2] * max(load.lengths), []
+        for _ in range(3):
+            request = f"speed-{next(router.names)}"
+            begun = time.perf_counter()
+            await router.prefill.complete(prompt, max_tokens=1, salt=request, request_id=request)
+            seconds.append(time.perf_counter() - begun)
+        makes_gbit = len(prompt) / statistics.median(seconds) * KV_BYTES_PER_TOKEN * 8 / 1e9
         carries_gbit = None if transport.of_prefill is None else round(makes_gbit * transport.of_prefill, 2)
         if has_network:
             limit(carries_gbit)
         rates[transport.name] = {"prefill makes": round(makes_gbit, 2), "it carries": carries_gbit}
         run.say(f"over {transport.name}; Gbit/s: {rates[transport.name]}")
 
-    samples, load = Samples(FORMS), QUICK if run.quick else FULL
+    load = Load(lengths=(128, 1024, 4096), at_a_time=(1, 4), most_rounds=5) if run.quick else Load()
+    samples = Samples()
     for _, group in itertools.groupby(transports, key=lambda one: dict(one.environment)):
         # The same servers can use all of them.
         first, *others = group
@@ -139,17 +139,13 @@ def answer(run: Run) -> Answer:
         turns.measure(run, samples, first.name, *(one.name for one in others))
     title = f"push against pull, vLLM {run.vllm}; milliseconds"
     content = {"gbit_per_second": rates, "samples": samples.as_json()}
-    return Answer([table_of(samples, title)], judge(samples), content, lambda path: plot(samples, run.vllm, path))
+    plot(samples, run.vllm, run.path.with_suffix(".png"))
+    return run.conclude([table_of(samples, title)], judge(samples), content)
 
 
-def specs(transport: Transport, model: Path, arm: Arm) -> list[ServerSpec]:
-    sizes = sizes_of(model, NUM_BLOCKS, CHUNK_TOKENS)
-    return pair_specs(arm, transport.name, transport.environment, kv_space_gib=KV_GIB, **sizes)
-
-
-def sizes_of(model: Path, num_blocks: int, batched_tokens: int) -> dict[str, Any]:
+def sizes_of(batched_tokens: int, num_blocks: int = NUM_BLOCKS) -> dict[str, Any]:
     return {
-        "model": model,
+        "model": make_model(MODEL),
         "dtype": "float32",
         "block_size": BLOCK_SIZE,
         "max_model_len": 8704,
@@ -160,7 +156,11 @@ def sizes_of(model: Path, num_blocks: int, batched_tokens: int) -> dict[str, Any
 
 
 def comparison(arms: Sequence[Arm], transport: Transport, load: Load) -> Comparison:
-    return Comparison(arms, functools.partial(specs, transport, make_model(MODEL)), ask, load.rounds)
+    def specs(arm: Arm) -> list[ServerSpec]:
+        sizes = sizes_of(CHUNK_TOKENS)
+        return pair_specs(arm, transport.name, transport.environment, kv_space_gib=KV_GIB, **sizes)
+
+    return Comparison(arms, specs, ask, load.rounds)
 
 
 async def ask(router: Router, length: int, number: int) -> list[dict[str, float]]:
@@ -180,33 +180,14 @@ async def ask(router: Router, length: int, number: int) -> list[dict[str, float]
     return found
 
 
-async def _prefill_tokens_per_second(router: Router, length: int) -> float:
-    prompt, seconds = [2] * length, []
-    for _ in range(3):
-        name = f"speed-{next(router.names)}"
-        begun = time.perf_counter()
-        await router.prefill.complete(prompt, max_tokens=1, salt=name, request_id=name)
-        seconds.append(time.perf_counter() - begun)
-    return length / statistics.median(seconds)
-
-
 def judge(samples: Samples) -> list[Verdict]:
-    def over_tcp(setting: Setting) -> bool:
+    def over_tcp(setting: tuple[Any, ...]) -> bool:
         return TRANSPORTS[setting[0]].environment.get("UCX_TLS") == "tcp"
 
-    pull, words = ("pull", STREAMED.name, "first_token"), "first token, pull / streamed push"
-    stock = (STOCK_PUSH.name, STREAMED.name, "first_token")
-    return [
-        *samples.compare(*pull, words, least=1.0, where=lambda one: over_tcp(one) and one[1] < 1024),
-        *samples.compare(*pull, words, least=1.5, where=lambda one: over_tcp(one) and one[1] >= 1024),
-        *_hidden(samples),
-        *samples.compare(*stock, "stock push / streamed push", least=1.2, where=lambda one: one[1] >= 2048),
-    ]
-
-
-def _hidden(samples: Samples) -> list[Verdict]:
-    """Return the targets for a streamed push's transfer time after the last step, relative to a one-chunk prompt."""
-    rows = []
+    pull, words = (PULL.name, STREAMED.name, "first_token"), "first token, pull / streamed push"
+    rows = samples.compare(*pull, words, least=1.0, where=lambda one: over_tcp(one) and one[1] < 1024)
+    rows += samples.compare(*pull, words, least=1.5, where=lambda one: over_tcp(one) and one[1] >= 1024)
+    # A streamed push's transfer time after the last step, relative to a one-chunk prompt.
     for transport, length, at_a_time in samples.settings:
         chunk = samples.values((transport, CHUNK_TOKENS, 1), STREAMED.name, "left")
         left = samples.values((transport, length, at_a_time), STREAMED.name, "left")
@@ -214,7 +195,8 @@ def _hidden(samples: Samples) -> list[Verdict]:
             seconds, most = statistics.median(left), statistics.median(chunk)
             words = f"{transport}, {length} tokens: transfer left after the last step, / one chunk's (<= 1.1 x)"
             rows.append(Verdict(words, f"{seconds * 1e3:.0f} ms of {most * 1e3:.0f} ms", seconds <= 1.1 * most))
-    return rows
+    stock = (STOCK_PUSH.name, STREAMED.name, "first_token")
+    return rows + samples.compare(*stock, "stock push / streamed push", least=1.2, where=lambda one: one[1] >= 2048)
 
 
 def table_of(samples: Samples, title: str) -> Table:
@@ -232,7 +214,9 @@ def plot(samples: Samples, vllm: str, path: Path) -> None:
         lengths = list(dict.fromkeys(length for over, length, _ in samples.settings if over == transport))
         for arm in samples.arms:
             values = [samples.values((transport, length, 1), arm, "first_token") for length in lengths]
-            line(panel, lengths, list(map(statistics.median, values)), arm, list(map(percentile(90), values)))
+            medians, upper = (list(map(of, values)) for of in (statistics.median, percentile(90)))
+            panel.plot(lengths, medians, marker="o", markersize=3, label=arm)
+            panel.fill_between(lengths, medians, upper, alpha=0.15)
         finish(panel, xscale="log", yscale="log", title=transport, xlabel="prompt, tokens")
         panel.set_xticks(lengths, [str(length) for length in lengths])
         panel.minorticks_off()

@@ -13,23 +13,21 @@ import random
 import secrets
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 
 import httpx
 
-from experiments.bench.pairs import KVCACHED, Arm
-from experiments.bench.samples import Answer, Column, Run, Samples
+from experiments.bench.comparison import KVCACHED, Arm, Column, Samples, pair_specs
 from experiments.common import model as models
 from experiments.common.client import Client
-from experiments.common.device import MODES, nixl
-from experiments.common.report import Verdict, make_panels, save
-from experiments.common.servers import GIVES_BACK, REPOSITORY, Asking, ServerSpec, prefill_and_decode
+from experiments.common.device import MODES
+from experiments.common.report import Run, Verdict, make_panels, save
+from experiments.common.servers import GIVES_BACK, REPOSITORY, Asking, ServerSpec
 
 REQUESTS, QUICK_REQUESTS, PROMPT_TOKENS = 8, 3, 4000
 TOKENS = 8
@@ -89,51 +87,44 @@ _ALWAYS = {"prefill_queued", "prefill_computing", "prefill_sending", "decode_fir
 _ALWAYS |= {f"decode_{state}" for state in _OF_DECODE}
 
 
-def answer(run_: Run) -> Answer:
+def main(run: Run) -> int:
     found: list[tuple[Arm, list[Traced]]] = []
-    count, samples = QUICK_REQUESTS if run_.quick else REQUESTS, Samples(("{}", "{}"))
-    for arm in (one for one in ARMS if run_.only in one.name):
-        traced = run(arm, count, PROMPT_TOKENS, run_.logs / arm.name.replace(", ", "-"), run_.update)
-        run_.say(f"{arm.name}: {count} requests")
+    count, samples = QUICK_REQUESTS if run.quick else REQUESTS, Samples(("{}", "{}"))
+    for arm in run.chosen(ARMS):
+        traced = send(arm, count, PROMPT_TOKENS, run.logs / arm.name.replace(", ", "-"), run.update)
+        run.say(f"{arm.name}: {count} requests")
         found.append((arm, traced))
         for one in traced:
-            spent: dict[tuple[str, str], float] = defaultdict(float)
-            for span in one.leaves:
-                spent[span.process, span.name] += span.seconds
-            for state, seconds in spent.items():
+            for state in dict.fromkeys((span.process, span.name) for span in one.leaves):
+                seconds = sum(span.seconds for span in one.leaves if (span.process, span.name) == state)
                 samples.add(state, arm.name, seconds=seconds)
             samples.add(("client", "time to first token"), arm.name, seconds=one.first_token_seconds, share=one.share)
     table = samples.table("median milliseconds before the first token", [Column("ms", "seconds", digits=2)])
     verdicts = [verdict for arm, traced in found for verdict in judge(arm, traced)]
-    if not (run_.only or run_.quick):
+    if not (run.options.only or run.quick):
         plot([(arm, traced[-1]) for arm, traced in found[:2]], REPOSITORY / "docs" / "trace.png")
-    return Answer([table], verdicts, {"prompt_tokens": PROMPT_TOKENS, "spans": samples.as_json()})
+    return run.conclude([table], verdicts, {"prompt_tokens": PROMPT_TOKENS, "spans": samples.as_json()})
 
 
 def specs(arm: Arm, endpoint: str) -> list[ServerSpec]:
     model = models.make_model(models.ModelShape(max_positions=8192))
-    config = nixl("", arm.extra, kv_load_failure_policy="fail")
     arguments = ("--otlp-traces-endpoint", endpoint) if endpoint else ()
     sizes = {"model": model, "dtype": "float32", "max_model_len": 8192, "arguments": arguments, "forks": True}
     environment = {**KVCACHED, "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK, **ENVIRONMENT}
     return [
         replace(one, environment={**environment, "OTEL_SERVICE_NAME": process})
-        for one, process in zip(prefill_and_decode(arm.name, config, **sizes), ("prefill", "decode"), strict=True)
+        for one, process in zip(pair_specs(arm, "", {}, **sizes), ("prefill", "decode"), strict=True)
     ]
 
 
-def run(arm: Arm, count: int, prompt_tokens: int, logs: Path, say: Callable[[str], None] | None = None) -> list[Traced]:
+def send(
+    arm: Arm, count: int, prompt_tokens: int, logs: Path, say: Callable[[str], None] | None = None
+) -> list[Traced]:
     """Return ``count`` requests, one after the other; those before them, which connect the servers, are left out."""
     with Collector() as collector, Asking(specs(arm, collector.endpoint), logs, say) as launched:
         _, decode = launched.ready()
         asked = [ask(decode.base_url, prompt_tokens) for _ in range(count + 2)]
         return [Traced(trace_id, collector.of_trace(trace_id), seconds) for trace_id, seconds in asked[2:]]
-
-
-def is_whole(spans: list[Span]) -> bool:
-    names = {span.name for span in spans}
-    is_computed = sum(span.name == SUMMARY for span in spans) >= 2
-    return is_computed and {"decode_first_token", "prefill_sending"} <= names
 
 
 def client_span(trace_id: str) -> str:
@@ -205,14 +196,12 @@ def plot(found: Sequence[tuple[Arm, Traced]], path: Path) -> None:
 
 
 WAIT_SECONDS = 20.0
-ENVIRONMENT = MappingProxyType(
-    {
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        # Otherwise a span is sent up to 5 s after its end.
-        "OTEL_BSP_SCHEDULE_DELAY": "200",
-        "NO_PROXY": "127.0.0.1",
-    }
-)
+ENVIRONMENT: Mapping[str, str] = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    # Otherwise a span is sent up to 5 s after its end.
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
+    "NO_PROXY": "127.0.0.1",
+}
 """Of a process that sends to `Collector`."""
 
 
@@ -258,7 +247,9 @@ class Collector(ThreadingHTTPServer):
         until = time.monotonic() + WAIT_SECONDS
         while True:
             found = [span for span in list(self.spans) if span.trace_id == trace_id]
-            if is_whole(found) or time.monotonic() > until:
+            names = Counter(span.name for span in found)
+            is_whole = names[SUMMARY] >= 2 and {"decode_first_token", "prefill_sending"} <= names.keys()
+            if is_whole or time.monotonic() > until:
                 return sorted(found, key=lambda span: span.begin)
             time.sleep(0.05)
 

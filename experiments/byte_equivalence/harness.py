@@ -25,20 +25,19 @@ from experiments.byte_equivalence.compare import (
     largest_logprob_gap,
     until_tie,
 )
-from experiments.byte_equivalence.pair_run import MAX_TOKENS, PairRun, paired
-from experiments.byte_equivalence.prompts import Prompt
+from experiments.byte_equivalence.pair_run import CONCURRENCY, MAX_TOKENS, PairRun
 from experiments.byte_equivalence.subjects import (
     BLOCK_SIZE,
     SAMPLED_EVERY_NTH_BLOCK,
     Group,
     Phase,
+    Prompt,
     Subject,
-    groups_of,
     is_alone,
     may_be_cached,
 )
-from experiments.common.client import Answer, AnswerError, HandOver, answers_of
-from experiments.common.pages import PageCount, PageWatch
+from experiments.common.client import Answer, AnswerError, HandOver, answers_of, http_client
+from experiments.common.counted import PageCount, PageWatch
 from experiments.common.report import Run
 from experiments.common.servers import Asking, Running, Server, ServerError
 
@@ -54,9 +53,10 @@ class NotCaught(Exception):
 
 @dataclass
 class Baseline:
-    """What a phase compares with: the single instance's answers, and the stock P/D arm's hand-overs once it ran."""
+    """What a phase compares with: the single instance's answers, by the prompts' names, and the stock P/D arm's
+    hand-overs once it ran."""
 
-    answers: list[Answer]
+    answers: dict[str, Answer]
     stock: list[HandOver] = field(default_factory=list)
 
 
@@ -131,13 +131,18 @@ class Harness:
         outcome = f"{len(found)} prompts of 1 to {longest} tokens, {distinct} distinct answers"
         is_enough = distinct >= self.subject.fewest_distinct
         self.add(Check(REFERENCE.name, f"{phase.name}: answers ({phase.dtype})", is_enough, outcome))
-        return Baseline(found)
+        return Baseline(dict(zip((one.name for one in prompts), found, strict=True)))
 
     def _pair(self, arm: Arm, phase: Phase, launched: Running, baseline: Baseline) -> None:
         async def work(servers: list[Server]) -> None:
-            async with paired(arm, servers, self.output.update) as run:
+            async with http_client(CONCURRENCY) as http:
+                run = PairRun(arm, servers, http, self.output.update)
                 geometry = await run.arm()
-                checks = _Checks(self, self.subject, arm, phase, run, baseline, geometry, groups_of(geometry))
+                groups = [
+                    Group(one["block_size"], one["window"], one["is_state"], len(one["layers"]))
+                    for one in geometry["groups"]
+                ]
+                checks = _Checks(self, self.subject, arm, phase, run, baseline, geometry, groups)
                 await checks.plant()
                 if phase.sequential and phase.every_nth_block:
                     await checks.depend()
@@ -229,7 +234,10 @@ class _Checks:
         before = [prompts[:place] for place in range(len(prompts))]
         self._blocks(f"{self.name}: SHA-256 of KV blocks, sent and received", seen, before)
         if self.subject.is_family:
-            self._exact_where_alone(seen)
+            # Where the single instance computes the last token in a step of its own, too, no bit may differ.
+            alike = [one for one in seen if is_alone(one[0])]
+            what = f"{self.name}: last token in a step of its own"
+            self.compared(what, self._unlike(alike, 0.0), f"{len(alike)} prompts, to the last bit")
         elif self.phase.exact_between_arms and self.arm.computes_as_stock:
             self._exact_as_stock([observed for _, observed in seen])
 
@@ -248,11 +256,8 @@ class _Checks:
         if self.subject.is_family:
             self._answers(f"{self.name}, 32 at a time", seen)
         else:
-            expected = self._expected()
-            pairs = ((prompt.name, expected[prompt.name], observed.answer) for prompt, observed in seen)
-            answers = [one for pair in pairs for one in compare_answers(*pair, None)]
             what = f"{self.name}: tokens, 32 at a time ({self.phase.dtype})"
-            self.compared(what, answers, f"{len(seen)} shuffled requests")
+            self.compared(what, self._unlike(seen, None), f"{len(seen)} shuffled requests")
         before = [[prompt] if prompt.family else [] for prompt, _ in seen]
         self._blocks(f"{self.name}: SHA-256 of KV blocks, 32 at a time", seen, before)
         for server, watch, resting in zip(servers, memory.watches, memory.resting, strict=False):
@@ -265,23 +270,22 @@ class _Checks:
             what = f"{self.name}: memory came back after every round ({side})"
             self.harness.add(came_back(self.arm.name, what, resting, page_group_bytes))
 
-    def _expected(self) -> dict[str, Answer]:
-        return dict(zip((prompt.name for prompt in self.subject.prompts), self.baseline.answers, strict=True))
+    def _unlike(self, seen: Sequence[tuple[Prompt, HandOver]], tolerance: float | None) -> list[Difference]:
+        """Return where answers differ from the single instance's."""
+        pairs = ((prompt.name, self.baseline.answers[prompt.name], observed.answer) for prompt, observed in seen)
+        return [one for pair in pairs for one in compare_answers(*pair, tolerance)]
 
     def _answers(self, name: str, seen: Sequence[tuple[Prompt, HandOver]]) -> None:
         """Add the row of the answers beside the single instance's."""
-        tolerance, of_prompts = LOGPROB_TOLERANCE[self.phase.dtype], self._expected()
-        differences: list[Difference] = []
-        gap, ties = 0.0, 0
+        tolerance, gap, ties = LOGPROB_TOLERANCE[self.phase.dtype], 0.0, 0
         for prompt, observed in seen:
-            expected, found = of_prompts[prompt.name], observed.answer
-            differences += compare_answers(prompt.name, expected, found, tolerance)
-            until = until_tie(expected, found, tolerance)
+            expected = self.baseline.answers[prompt.name]
+            until = until_tie(expected, observed.answer, tolerance)
             gap, ties = max(gap, largest_logprob_gap(*until)), ties + (until[0] is not expected)
         what = f"{name}: tokens and log-probabilities ({self.phase.dtype})"
         outcome = f"{len(seen)} prompts, log-probabilities within {gap:.3g} nats of the single instance"
         outcome += f", {ties} of them up to a tie" if ties else ""
-        self.compared(what, differences, outcome, largest_gap_nats=gap, ties=ties)
+        self.compared(what, self._unlike(seen, tolerance), outcome, largest_gap_nats=gap, ties=ties)
 
     def _blocks(self, what: str, seen: Sequence[tuple[Prompt, HandOver]], before: Sequence[Sequence[Prompt]]) -> None:
         """Add the row of the transferred blocks. ``before``: of each prompt, those that D may still have cached."""
@@ -318,15 +322,6 @@ class _Checks:
         outcome = "log-probabilities and P's KV bytes equal to the stock P/D arm's, to the last bit"
         self.compared(f"{self.name}: exactly as stock P/D", differences, outcome)
 
-    def _exact_where_alone(self, seen: Sequence[tuple[Prompt, HandOver]]) -> None:
-        """Where the single instance computes a prompt's last token in a step of its own, too, no bit may differ."""
-        expected = self._expected()
-        alike = [one for one in seen if is_alone(one[0])]
-        pairs = ((prompt.name, expected[prompt.name], observed.answer) for prompt, observed in alike)
-        differences = [one for pair in pairs for one in compare_answers(*pair, 0.0)]
-        what = f"{self.name}: last token in a step of its own"
-        self.compared(what, differences, f"{len(alike)} prompts, to the last bit")
-
 
 class PoolMemory(contextlib.ExitStack):
     """Samples kvcached's memory counters during a ``with`` block. ``resting_bytes`` may stay mapped while a server is
@@ -352,7 +347,7 @@ class PoolMemory(contextlib.ExitStack):
             reached.append(level)
 
     def _levels(self) -> list[int]:
-        return [watch.mapped_bytes() or 0 for watch in self.watches]
+        return [watch.mapped_bytes() for watch in self.watches]
 
 
 def remapped(arm: str, what: str, pages: PageCount) -> Check:

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+
 from experiments.byte_equivalence.arms import Arm, Order
 from experiments.byte_equivalence.compare import largest_logprob_gap, match_records
-from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt
-from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, http_client, joined
+from experiments.byte_equivalence.subjects import Corruption, Prompt
+from experiments.common.client import Answer, AnswerError, Client, HandOver, Pair, joined
 from experiments.common.servers import Server
 
 MAX_TOKENS = 64
@@ -22,37 +23,6 @@ CONCURRENCY = 32
 SHUFFLE_SEED = 11
 SENT_SECONDS = 20.0
 """How long P may take to report what it has sent."""
-
-
-@dataclass(frozen=True)
-class Corruption:
-    """Damage planted in the blocks that D received: its label, the probe's name for it, the first block it touches, and
-    the KV-cache group; -1 for all.
-
-    ``changes_output`` is whether tokens or log-probabilities can show it. They cannot show that two full blocks were
-    swapped: keys carry their positions, and attention sums over a set. Only the digests of the bytes differ.
-    ``kept_tokens``: first hand over so many tokens of the prompt, and keep the state that D received.
-    """
-
-    words: str
-    kind: str
-    block: int = 0
-    changes_output: bool = True
-    group: int = -1
-    kept_tokens: int = 0
-
-
-CORRUPTIONS = (
-    Corruption("two full blocks swapped", "swap_two_blocks", 1, changes_output=False),
-    Corruption("a full block and the tail swapped", "swap_two_blocks", DAMAGED_BLOCKS - 2),
-    Corruption("V shifted by a head", "shift_v_by_a_head"),
-    Corruption("tail block dropped", "drop_tail_block"),
-    Corruption("K sent for V", "send_k_for_v"),
-    # kvcached backs an unmapped address with its zero page, so a block read too early arrives as zeros.
-    Corruption("a block read before it is backed", "zero_a_block", 2),
-)
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -70,19 +40,21 @@ class Dependence:
 
 
 class PairRun:
-    """Prefill and decode servers, asked in one ``order``. ``writes``: P writes, and frees its blocks without a step.
+    """An arm's running servers, asked in one ``order``. Requests go to every P with every D, in turn; corruptions are
+    planted in the first pair only. ``progress`` is told what is being asked."""
 
-    Args:
-        pairs: every P with every D. Requests go to the pairs in turn; corruptions are planted in the first pair only.
-        progress: is told what is being asked.
-    """
-
-    def __init__(self, *pairs: Pair, progress: Progress, writes: bool, order: Order) -> None:
-        self.pairs, self.progress = pairs, progress
-        self.prefills = list(dict.fromkeys(pair.prefill for pair in pairs))
-        self.decodes = list(dict.fromkeys(pair.decode for pair in pairs))
-        self.writes = writes
-        self.order: Order = order
+    def __init__(
+        self, arm: Arm, servers: Sequence[Server], http: httpx.AsyncClient, progress: Callable[[str], None]
+    ) -> None:
+        clients = [Client(one.base_url, http) for one in servers]
+        self.prefills, self.decodes = clients[: arm.servers], clients[arm.servers :]
+        self.pairs = [
+            Pair(source, target, server.coordinates, keeps_blocks=not arm.is_staged)
+            for server, source in zip(servers, self.prefills, strict=False)
+            for target in self.decodes
+        ]
+        self.writes, self.progress = arm.writes, progress
+        self.order: Order = arm.orders[0]
 
     async def arm(self) -> dict[str, Any]:
         """Start recording on all sides; return the geometry of D's KV tensors."""
@@ -232,15 +204,3 @@ def of_all_ranks(records: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, 
         for one in first
         if all(one["transfer"] in rank for rank in known)
     ]
-
-
-@contextlib.asynccontextmanager
-async def paired(arm: Arm, servers: Sequence[Server], progress: Progress) -> AsyncIterator[PairRun]:
-    async with http_client(CONCURRENCY) as http:
-        clients = [Client(one.base_url, http) for one in servers]
-        pairs = [
-            Pair(source, target, server.coordinates, keeps_blocks=not arm.is_staged)
-            for server, source in zip(servers[: arm.servers], clients, strict=False)
-            for target in clients[arm.servers :]
-        ]
-        yield PairRun(*pairs, progress=progress, writes=arm.writes, order=arm.orders[0])

@@ -9,7 +9,8 @@ examples:
   bash experiments/byte_equivalence/run.sh                    all arms, one request at a time and 32 at a time
   bash experiments/byte_equivalence/run.sh --quick            the same in float32 only, ten minutes
   bash experiments/byte_equivalence/run.sh --brief            the same with one arm per transfer mode, three minutes
-  bash experiments/byte_equivalence/run.sh --arm contiguous   only arms whose name contains this (and the reference)
+  bash experiments/byte_equivalence/run.sh --mode push        only arms of this transfer mode (and the reference)
+  bash experiments/byte_equivalence/run.sh --only contiguous  only arms whose name contains this (and the reference)
   bash experiments/byte_equivalence/run.sh --model nemotron-h --quick     states beside attention
 
 Targets: everything is equal, every corruption is caught, and kvcached unmaps and remaps pages during the run.
@@ -17,7 +18,6 @@ Targets: everything is equal, every corruption is caught, and kvcached unmaps an
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,80 +27,64 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.byte_equivalence.arms import SINGLE, Arm, of_size
+from experiments.byte_equivalence.arms import Arm, Size, of_size
 from experiments.byte_equivalence.compare import Check
 from experiments.byte_equivalence.harness import Harness, NotCaught
 from experiments.byte_equivalence.subjects import FamilySubject, Subject
 from experiments.common.families import FAMILIES
-from experiments.common.report import Run, named, stdout_console, versions
+from experiments.common.report import Run, make_table, stdout_console
 from experiments.common.servers import ServerError, tag_of
 
-RESULTS = Path(__file__).resolve().parent / "results"
 DIFFERENCES_SHOWN = 3
 VERDICTS = {0: "equal", 1: "NOT EQUAL", 2: "could not be compared"}
 """Exit status -> verdict."""
 
 
-def main(options: argparse.Namespace) -> int:
-    arms, complete = arms_of(options), of_size(options.size, options.vllm)
-    kind = options.model or ("" if options.size == "full" else options.size)
-    name = f"-{tag_of(options.model)}" if options.model else "-quick" if options.size == "quick" else ""
-    with Run(f"byte equivalence{f', {kind}' if kind else ''}", options.vllm, RESULTS, name) as run:
-        subject = FamilySubject(options.model) if options.model else Subject(quick=options.size != "full")
-        harness, not_caught = Harness(subject, arms, run), None
-        try:
-            harness.run()
-        except NotCaught as error:
-            not_caught = error
+def main(run: Run) -> int:
+    options = run.options
+    size: Size = "brief" if options.brief else "quick" if run.quick else "full"
+    # More arms than a quick run has may be asked for.
+    every = [one for one in of_size("full" if options.only else size, run.vllm) if one.mode in run.modes]
+    if options.model:
+        if options.model not in FAMILIES:
+            raise ServerError(f"found --model {options.model!r}; expected one of {', '.join(FAMILIES)}.")
+        every = [one for one in every if one.kvcached and one.computes_as_stock]
+    subject = FamilySubject(options.model) if options.model else Subject(quick=size != "full")
+    harness, not_caught = Harness(subject, run.chosen(every), run), None
+    try:
+        harness.run()
+    except NotCaught as error:
+        not_caught = error
     rows, console, details = summary_of(harness.rows), stdout_console(), Path(f"{run.logs}.json")
-    console.print(table_of(harness.rows, f"byte equivalence, vLLM {versions()['vllm']}, {kind} {run.seconds:.0f} s"))
+    console.print(table_of(harness.rows, f"{run.title}, {options.model or size}, {run.seconds:.0f} s"))
     status = 1 if not_caught else exit_status(rows)
     if not_caught:
         console.print(f"{not_caught}: was not caught. Nothing was compared: the harness would miss real corruptions.")
     console.print(f"{VERDICTS[status]} (exit status {status}); details: {details}")
-    asked = {"vllm": options.vllm, "mode": options.mode, "size": options.size, "arms": options.arm}
-    content = {
-        "seconds": round(run.seconds, 1),
-        "verdict": VERDICTS[status],
-        "options": {**asked, **({"model": options.model} if options.model else {})},
-    }
+    asked = {"vllm": run.vllm, "size": size, "mode": options.mode, "arms": options.only, "model": options.model}
+    content = {"seconds": round(run.seconds, 1), "verdict": VERDICTS[status], "options": asked}
     run.write({**content, "checks": [asdict(row) for row in harness.rows]}, details)
     # A brief run of the usual model has no such file.
-    if options.model or options.size != "brief":
-        last = summary(rows, run.path if options.arm or options.mode else None, [] if options.model else complete)
-        run.write({**content, **last})
+    if options.model or size != "brief":
+        path = run.last.with_name(f"last-{run.vllm}-{tag_of(options.model)}.json") if options.model else run.last
+        complete = [] if options.model else of_size(size, run.vllm)
+        last = summary(rows, path if options.only or options.mode else None, complete)
+        run.write({**content, **last}, path)
         if last["missing"]:
-            console.print(f"{run.path.name} does not have all arms of such a run yet. Missing: {last['missing']}")
+            console.print(f"{path.name} does not have all arms of such a run yet. Missing: {last['missing']}")
     return status
 
 
-def arms_of(options: argparse.Namespace) -> list[Arm]:
-    """Return the arms that the command line asks for; raises ServerError if there are none."""
-    every = of_size("full" if options.arm else options.size, options.vllm)
-    every = [one for one in every if one.mode != SINGLE and options.mode in (None, one.mode)]
-    if options.model is not None:
-        if options.model not in FAMILIES:
-            raise ServerError(f"found --model {options.model!r}; expected one of {', '.join(FAMILIES)}.")
-        every = [one for one in every if one.kvcached and one.servers == one.ranks == 1 and not one.has_own_runner]
-    return named(every, "--arm", *(options.arm or [""]))
-
-
 def table_of(rows: Sequence[Check], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("arm", "check", "", "outcome"):
-        table.add_column(heading)
-    arm = None
-    for row in rows:
-        if arm is not None and row.arm != arm:
-            table.add_section()
-        shown = [row.outcome, *(f"{one.prompt}: {one.aspect}: {one.text}" for one in row.differences)]
-        if len(row.differences) > DIFFERENCES_SHOWN:
-            more = len(row.differences) - DIFFERENCES_SHOWN
-            shown = [*shown[: DIFFERENCES_SHOWN + 1], f"... and {more} more, see the JSON"]
-        passed = "[green]ok[/green]" if row.passed else "[red]FAILED[/red]"
-        table.add_row(row.arm if row.arm != arm else "", row.what, passed, escape("\n".join(shown)))
-        arm = row.arm
-    return table
+    def outcome(row: Check) -> str:
+        shown = [f"{one.prompt}: {one.aspect}: {one.text}" for one in row.differences]
+        if more := len(shown[DIFFERENCES_SHOWN:]):
+            shown[DIFFERENCES_SHOWN:] = [f"... and {more} more, see the JSON"]
+        return escape("\n".join([row.outcome, *shown]))
+
+    words = {True: "[green]ok[/green]", False: "[red]FAILED[/red]"}
+    cells = [(row.arm, row.what, words[row.passed], outcome(row)) for row in rows]
+    return make_table(title, ("arm", "check", "", "outcome"), cells)
 
 
 def summary_of(rows: Sequence[Check]) -> list[dict[str, Any]]:

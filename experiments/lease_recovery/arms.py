@@ -9,7 +9,6 @@ import itertools
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -155,10 +154,6 @@ class Traffic:
         self._numbers = itertools.count()
         self._under_way = 0
 
-    @property
-    def verdicts(self) -> Counter[str]:
-        return Counter(one.verdict for one in self.ended)
-
     @contextlib.asynccontextmanager
     async def clients(self, count: int) -> AsyncIterator[None]:
         """Run clients during a ``with`` block; they send requests while `asking` is set."""
@@ -204,8 +199,11 @@ class Traffic:
         number = next(self._numbers)
         fault, began = self.fault, time.monotonic()
         try:
-            async with asyncio.timeout(leaves_after_seconds or HANG_SECONDS):
-                verdict, detail = await self._ask(number, began)
+            async with asyncio.timeout(leaves_after_seconds or HANG_SECONDS), http_client(1) as http:
+                which, name = number % len(self.prompts), f"r-{number}"
+                names = {"salt": name, "request_id": name}
+                asked = self._clients(http).hand_over(self.prompts[which], max_tokens=TOKENS, **names)
+                verdict, detail = await self.judged(name, which, began, asked)
         except TimeoutError:
             verdict, detail = ("went away", "") if leaves_after_seconds else ("hangs", f"request {number}")
         self.ended.append(Ended(verdict, fault, began, time.monotonic(), detail))
@@ -231,12 +229,6 @@ class Traffic:
                 verdict, detail = await self.judged(name, n, began, late)
                 self.ended.append(Ended(verdict, OUT_OF_DATE, began, time.monotonic(), detail))
         return self.ended[first:]
-
-    async def _ask(self, number: int, began: float) -> tuple[Verdict, str]:
-        which, name = number % len(self.prompts), f"r-{number}"
-        async with http_client(1) as http:
-            asked = self._clients(http).hand_over(self.prompts[which], max_tokens=TOKENS, salt=name, request_id=name)
-            return await self.judged(name, which, began, asked)
 
     def _clients(self, http: httpx.AsyncClient) -> Pair:
         prefill, decode = (Client(server.base_url, http) for server in self.pair)

@@ -11,17 +11,18 @@ import asyncio
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 from hostvmm.device import device_info, occupy
 
 from experiments.common.client import Client, http_client
-from experiments.common.counted import samples
-from experiments.common.pages import PageWatch, own_names
+from experiments.common.counted import PageWatch, own_names, samples
 from experiments.common.servers import Running, Server, ServerError
 from experiments.lease_recovery.arms import (
     FIRST_WEIGHTS,
@@ -172,7 +173,7 @@ class Chaos:
         for side, name in enumerate(SIDES):
             for words, seconds in ((SHORTER, SHORTER_SECONDS), (LONGER, LONGER_SECONDS)):
                 kinds[f"{name} stands still, {words}"] = partial(self._stand_still, side, seconds)
-            kinds[f"{name} is killed"] = partial(self._kill, side)
+            kinds[f"{name} is killed"] = partial(self._replace, side, Server.kill)
             if self.arm.kvcached:
                 kinds[f"{name} is paused"] = partial(self._pause, side)
         if self.arm.kvcached:
@@ -188,28 +189,24 @@ class Chaos:
             still: partial(self._limits_and, self._stand_still, 0, SHORTER_SECONDS),
             "limits change, prefill is paused": partial(self._limits_and, self._pause, 0),
             "clients go away while they wait": self._clients_of_a_burst_go_away,
-            "memory changes, prefill is killed": partial(self._limits_and, self._kill, 0),
+            "memory changes, prefill is killed": partial(self._limits_and, self._replace, 0, Server.kill),
         }
         for side, name in enumerate(SIDES):
             kinds[f"a neighbour of {name}"] = partial(self._neighbours, side)
-            kinds[f"{name} is shut down"] = partial(self._shut_down, side)
+            kinds[f"{name} is shut down"] = partial(self._replace, side, Server.shut_down)
         return kinds
 
     async def _neighbours(self, *sides: int) -> None:
         await asyncio.gather(*(self._be_a_neighbour(self.running.servers[side].identity) for side in sides))
 
-    async def _kill(self, side: int) -> None:
-        self.running.servers[side].kill()
+    async def _replace(self, side: int, end: Callable[[Server], None]) -> None:
+        """End a server like a machine that fails, or as an orchestrator does; start a new one when it has ended."""
+        await asyncio.to_thread(end, self.running.servers[side])
         await asyncio.to_thread(self.running.bring_back, side)
 
-    async def _shut_down(self, side: int) -> None:
-        """As an orchestrator does it: SIGTERM, and a new server when the old one has ended."""
-        await asyncio.to_thread(self.running.servers[side].shut_down)
-        await asyncio.to_thread(self.running.bring_back, side)
-
-    async def _limits_and(self, inflict: Callable[..., Awaitable[None]], *arguments: float) -> None:
+    async def _limits_and(self, inflict: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         """Inflict another fault while limits change, but not those of a prefill that is killed."""
-        servers = self.running.servers[1:] if inflict == self._kill else self.running.servers
+        servers = self.running.servers[1:] if inflict == self._replace else self.running.servers
         await asyncio.gather(self._change_limits(*servers), inflict(*arguments))
 
     async def _change_limits(self, *servers: Server) -> None:
@@ -311,7 +308,8 @@ class Chaos:
 
 
 def _said(traffic: Traffic) -> str:
-    return ", ".join(f"{count} {verdict}" for verdict, count in traffic.verdicts.most_common()) or "nothing"
+    verdicts = Counter(one.verdict for one in traffic.ended)
+    return ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()) or "nothing"
 
 
 async def _held(server: Server) -> tuple[float, int]:
@@ -320,7 +318,7 @@ async def _held(server: Server) -> tuple[float, int]:
 
 def mapped_bytes(server: Server) -> int:
     """Return the bytes that kvcached has mapped for a server; 0 without kvcached."""
-    return PageWatch(server.identity).mapped_bytes() or 0
+    return PageWatch(server.identity).mapped_bytes()
 
 
 async def _leases_ended(prefill: Server) -> int:

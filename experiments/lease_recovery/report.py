@@ -16,49 +16,35 @@ Targets: for the arms over kvcached:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
 
 from rich.table import Table
 
-from experiments.common.report import Run, Verdict, make_table, named
+from experiments.common.report import Run, Verdict, make_table
 from experiments.common.servers import Running
-from experiments.lease_recovery.arms import ARMS, OUT_OF_DATE, PULL, PUSH, Arm, Ended, Traffic, prompts
-from experiments.lease_recovery.chaos import FREED_SECONDS, SHORTER, Chaos, Recovery, Told
+from experiments.lease_recovery.arms import ARMS, OUT_OF_DATE, PULL, PUSH, Arm, Traffic, prompts
+from experiments.lease_recovery.chaos import FREED_SECONDS, SHORTER, Chaos, Recovery
 
-RESULTS = Path(__file__).resolve().parent / "results"
 LEAST_REQUESTS = 300
 TOLD_SECONDS = 5.0
 """Generous: it takes a second or two with other load on the cores."""
 VERDICTS = ("right", "wrong", "error", "no connection", "went away", "hangs")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results of one arm. ``ours``: whether the targets apply to it."""
-
-    arm: str
-    ours: bool
-    ended: Sequence[Ended]
-    recoveries: Sequence[Recovery]
-    told: Sequence[Told]
-
-
-def judge(outcome: Outcome) -> list[Verdict]:
-    verdicts = Counter(one.verdict for one in outcome.ended)
+def judge(outcome: Chaos) -> list[Verdict]:
+    requests = outcome.traffic.ended
+    verdicts = Counter(one.verdict for one in requests)
     right, memory = (max(some, default=math.inf) for some in _seconds(outcome.recoveries))
     outlived = [one for one in outcome.recoveries if one.fault.endswith(SHORTER)]
     ended = sum(one.leases_ended or 0 for one in outlived)
     told = max((one.seconds for one in outcome.told), default=math.inf)
-    stale = Counter(one.verdict for one in outcome.ended if one.fault == OUT_OF_DATE)
-    number = len(outcome.ended)
+    stale = Counter(one.verdict for one in requests if one.fault == OUT_OF_DATE)
+    number = len(requests)
     back = f"memory is back to idle within {FREED_SECONDS:.1f} s (a lease and two heartbeats)"
     frozen = f"no lease ends while a server is frozen for {SHORTER}"
     found = (
@@ -71,18 +57,20 @@ def judge(outcome: Outcome) -> list[Verdict]:
         (f"pauses and resets return within {TOLD_SECONDS:.0f} s", _said([told]), told <= TOLD_SECONDS),
         (frozen, f"{ended} in {len(outlived)}", bool(outlived) and not ended),
     )
-    return [Verdict(f"{outcome.arm}: {target}", words, reached) for target, words, reached in found]
+    return [Verdict(f"{outcome.arm.name}: {target}", words, reached) for target, words, reached in found]
 
 
-def table_of_faults(outcomes: Sequence[Outcome], title: str) -> Table:
+def table_of_faults(outcomes: Sequence[Chaos], title: str) -> Table:
     rows = []
     for outcome in outcomes:
         for fault in [*dict.fromkeys(one.fault for one in outcome.recoveries), OUT_OF_DATE, "none"]:
             times = [one for one in outcome.recoveries if one.fault == fault]
-            verdicts = Counter(one.verdict for one in outcome.ended if one.fault == fault)
+            verdicts = Counter(one.verdict for one in outcome.traffic.ended if one.fault == fault)
             counts = [len(times), *(verdicts[verdict] for verdict in VERDICTS)]
             counts.append(sum(one.leases_ended or 0 for one in times))
-            rows.append([outcome.arm, fault, *(str(number or "") for number in counts), *map(_said, _seconds(times))])
+            rows.append(
+                [outcome.arm.name, fault, *(str(number or "") for number in counts), *map(_said, _seconds(times))]
+            )
     ends = ("leases ended", "until a correct answer (s)", "until memory is idle (s)")
     return make_table(title, ("servers", "fault", "times", *VERDICTS, *ends), rows)
 
@@ -105,38 +93,36 @@ def _said(seconds: Sequence[float]) -> str:
 # ---------------------------------------------------------------------------------------------------------- a whole run
 
 
-def main(options: argparse.Namespace) -> int:
-    arms = (PULL, PUSH) if options.quick and not options.arm else named(ARMS, "--arm", options.arm)
-    is_part = bool(options.quick or options.arm)
-    with Run("faults and recovery", options.vllm, RESULTS, is_part=is_part) as run:
-        outcomes = [_outcome(arm, options, run) for arm in arms]
-    content = {"policy": options.policy, "arms": [_as_json(one) for one in outcomes]}
-    verdicts = [verdict for one in outcomes if one.ours for verdict in judge(one)]
+def main(run: Run) -> int:
+    arms = (PULL, PUSH) if run.quick and not run.options.only else run.chosen(ARMS)
+    outcomes = [_outcome(arm, run) for arm in arms]
+    of_arms = [
+        {
+            "arm": one.arm.name,
+            "told": [asdict(told) for told in one.told],
+            "recoveries": [asdict(recovery) for recovery in one.recoveries],
+            "requests": [
+                {"fault": fault, "verdict": verdict, "count": count}
+                for (fault, verdict), count in Counter((each.fault, each.verdict) for each in one.traffic.ended).items()
+            ],
+            "unlike a right answer": [e.detail for e in one.traffic.ended if e.verdict in ("wrong", "error", "hangs")],
+        }
+        for one in outcomes
+    ]
+    verdicts = [verdict for one in outcomes if one.arm.kvcached for verdict in judge(one)]
+    content = {"policy": run.options.policy, "arms": of_arms}
     return run.conclude([table_of_faults(outcomes, run.title)], verdicts, content)
 
 
-def _as_json(one: Outcome) -> dict[str, Any]:
-    counts = Counter((ended.fault, ended.verdict) for ended in one.ended)
-    return {
-        "arm": one.arm,
-        "told": [asdict(told) for told in one.told],
-        "recoveries": [asdict(recovery) for recovery in one.recoveries],
-        "requests": [{"fault": fault, "verdict": verdict, "count": n} for (fault, verdict), n in counts.items()],
-        "unlike a right answer": [e.detail for e in one.ended if e.verdict in ("wrong", "error", "hangs")],
-    }
-
-
-def _outcome(arm: Arm, options: argparse.Namespace, run: Run) -> Outcome:
-    async def put_through_it(running: Running) -> Outcome:
+def _outcome(arm: Arm, run: Run) -> Chaos:
+    async def put_through_it(running: Running) -> Chaos:
         traffic = Traffic(running.servers, prompts(12))
         await traffic.learn(other=arm.kvcached)
         chaos = Chaos(running, traffic, arm, run.update)
-        await chaos.run(1 if options.quick else options.rounds, LEAST_REQUESTS)
-        return Outcome(arm.name, arm.kvcached, traffic.ended, chaos.recoveries, chaos.told)
+        await chaos.run(run.times(2, 1), LEAST_REQUESTS)
+        return chaos
 
-    with Running(arm.specs(options.policy), run.logs, run.update) as running:
-        run.say(f"{arm.name}: starting")
+    run.say(f"{arm.name}: starting")
+    with Running(arm.specs(run.options.policy), run.logs, run.update) as running:
         running.ready()
-        outcome = asyncio.run(put_through_it(running))
-        run.say(f"{arm.name}: {len(outcome.ended)} requests")
-        return outcome
+        return asyncio.run(put_through_it(running))

@@ -63,40 +63,34 @@ class Arm:
         return self.connector == "ours" and not self.is_behind
 
     @property
-    def tag(self) -> str:
-        return tag_of(self.name)
-
-    @property
     def sides(self) -> tuple[str, ...]:
         return ("prefill", "decode") if self.connector else ("alone",)
 
     def specs(self, model: str, device_name: str) -> list[ServerSpec]:
-        return [
-            ServerSpec(
-                name=f"{self.tag}-{model}-{side}",
-                model=make_model(MODELS[model]),
-                dtype="float32",
-                block_size=BLOCK_SIZE,
-                max_model_len=MAX_MODEL_LEN,
-                kv_transfer=self._transfer(side) if self.connector else None,
-                environment=self._elastic(device_name) if self.is_elastic else {},
-                arguments=("--num-gpu-blocks-override", str(DEVICE_BLOCKS if self.is_elastic else SPLIT_BLOCKS[side])),
-                forks=True,
-            )
-            for side in self.sides
-        ]
-
-    def _elastic(self, device_name: str) -> dict[str, str]:
-        own_patch = {"KVCACHED_CONTIGUOUS_LAYOUT": "false", "KVCACHED_NIXL": "0"}
-        return {
+        elastic = {
             "ENABLE_KVCACHED": "true",
             **layout(),
             "KVCACHED_HOSTVMM_DEVICE": device_name,
             "KVCACHED_HOSTVMM_GIB": str(DEVICE_GIB),
             # kvcached's defaults, ten pages and 16,000 tokens an engine, are more than this device.
             **GIVES_BACK,
-            **(own_patch if self.connector == "own patch" else {}),
         }
+        if self.connector == "own patch":
+            elastic |= {"KVCACHED_CONTIGUOUS_LAYOUT": "false", "KVCACHED_NIXL": "0"}
+        return [
+            ServerSpec(
+                name=f"{tag_of(self.name)}-{model}-{side}",
+                model=make_model(MODELS[model]),
+                dtype="float32",
+                block_size=BLOCK_SIZE,
+                max_model_len=MAX_MODEL_LEN,
+                kv_transfer=self._transfer(side) if self.connector else None,
+                environment=elastic if self.is_elastic else {},
+                arguments=("--num-gpu-blocks-override", str(DEVICE_BLOCKS if self.is_elastic else SPLIT_BLOCKS[side])),
+                forks=True,
+            )
+            for side in self.sides
+        ]
 
     def _transfer(self, side: str) -> dict[str, object]:
         extra: dict[str, object] = {}

@@ -18,11 +18,10 @@ from pathlib import Path
 import httpx
 from hostvmm.device import NAME_VARIABLE, SIZE_VARIABLE, device_info
 
-from experiments.common.counted import count, settled
-from experiments.common.device import role, with_extra
-from experiments.common.pages import Sampler
+from experiments.common.counted import Sampler, count, settled
+from experiments.common.device import with_extra
 from experiments.common.report import Run
-from experiments.common.servers import Asking, Running, Server, ServerError, ServerSpec, asks
+from experiments.common.servers import Asking, Running, Server, ServerError, tag_of
 from experiments.shared_device.arms import BLOCK_SIZE, DEVICE_GIB, KV_BYTES_PER_TOKEN, MODELS, PULL, Arm
 from experiments.shared_device.clients import Arrival, Outcome, Received, Swell, Target, arrivals, ask, nudge, offered
 from experiments.stacks.routers import vllm_router
@@ -118,7 +117,7 @@ FULL, QUICK = (30.0, 45.0, 2), (15.0, 20.0, 1)
 ASKS, BEHIND = WAYS = ("decode asks", "behind vllm-router")
 
 
-def overload(asked: Mapping[str, Target], seed: int, run: Run, *, quick: bool) -> tuple[float, list[Ran]]:
+def overload(asked: Mapping[str, Target], seed: int, run: Run) -> tuple[float, list[Ran]]:
     """Start a pair, and a router before it, measure the capacity, then overload it in each way in turn.
 
     Returns: the requests a second that decode can answer, and what came of those in each way.
@@ -131,7 +130,7 @@ def overload(asked: Mapping[str, Target], seed: int, run: Run, *, quick: bool) -
         arguments=("--num-gpu-blocks-override", str(DECODE_TOKENS // BLOCK_SIZE)),
         kv_transfer=with_extra(decode.kv_transfer, {"accept_kv_transfer_params": True}),
     )
-    capacity_seconds, seconds, rounds = QUICK if quick else FULL
+    capacity_seconds, seconds, rounds = QUICK if run.quick else FULL
     place = run.logs / "overload"
     with contextlib.ExitStack() as stack:
         pair = stack.enter_context(Asking([prefill, decode], place, run.update)).ready()
@@ -183,59 +182,51 @@ ANSWERED_SECONDS = 60.0
 
 def run_arm(arm: Arm, asked: Mapping[str, Target], load: Sequence[Arrival], seconds: float, run: Run) -> Ran:
     """Start everything, offer the load, stop everything. An arm whose servers do not serve throughout is not run."""
-    device_name = f"shared-{uuid.uuid4().hex[:8]}"
+    device_name, tag = f"shared-{uuid.uuid4().hex[:8]}", tag_of(arm.name)
 
     def wait(text: str) -> None:
         run.update(f"{arm.name}: {text}")
 
     try:
         with contextlib.ExitStack() as stack:
-            engines, urls = _started(stack, arm, device_name, run.logs / arm.tag, wait)
+            engines, urls = _started(stack, arm, device_name, run.logs / tag, wait)
             targets = {model: dataclasses.replace(asked[model], url=url) for model, url in urls.items()}
             wait("warming up")
-            asyncio.run(_warm_up(targets, arm))
+            asyncio.run(_warm_up(targets, tag))
             sessions = {f"{model}, {side}": one.process.pid for (model, side), one in engines.items()}
             with DeviceWatch(device_name, sessions) as watch:
-                found = offered_and_counted(engines, targets, load, arm.tag, wait)
+                found = offered_and_counted(engines, targets, load, tag, wait)
             return Ran(arm.name, seconds, *found, watch.samples if arm.is_elastic else [])
     except (ServerError, httpx.HTTPError) as error:
-        (run.logs / f"{arm.tag}-error.txt").write_text(str(error))
+        (run.logs / f"{tag}-error.txt").write_text(str(error))
         lines = [line for line in str(error).splitlines() if "Error" in line] or str(error).splitlines()
         return Ran(arm.name, not_run=lines[-1][-300:] if lines else repr(error))
-
-
-class OwnPrefill(Running):
-    """Servers of several models, for each prefill and then decode, which asks that one."""
-
-    def configured(self, spec: ServerSpec) -> ServerSpec:
-        return asks(spec, self.servers[-1:]) if role(spec.name) == "kv_consumer" else spec
 
 
 def _started(
     stack: contextlib.ExitStack, arm: Arm, device_name: str, place: Path, say: Callable[[str], None]
 ) -> tuple[Engines, dict[str, str]]:
     """Start the servers of each model, and a router where decode does not ask. Returns where requests go, too."""
-    specs = [(model, *one) for model in MODELS for one in zip(arm.sides, arm.specs(model, device_name), strict=True)]
-    start = OwnPrefill if arm.asks else Running
-    ready = stack.enter_context(start([spec for *_, spec in specs], place, say)).ready()
-    engines = {(model, side): one for (model, side, _), one in zip(specs, ready, strict=True)}
-    urls = {}
-    for model in MODELS:
-        *prefills, last = (engines[model, side] for side in arm.sides)
-        urls[model] = last.base_url
-        if prefills and not arm.asks:
-            router = vllm_router(prefills, [last], place / f"{model}-router.log", say)
+    start = Asking if arm.asks else Running
+    launched = [stack.enter_context(start(arm.specs(model, device_name), place, say)) for model in MODELS]
+    engines, urls = dict[tuple[str, str], Server](), dict[str, str]()
+    for model, running in zip(MODELS, launched, strict=True):
+        ready = running.ready()
+        engines |= {(model, side): one for side, one in zip(arm.sides, ready, strict=True)}
+        urls[model] = ready[-1].base_url
+        if len(ready) > 1 and not arm.asks:
+            router = vllm_router(ready[:1], ready[1:], place / f"{model}-router.log", say)
             urls[model] = stack.enter_context(router)
     return engines, urls
 
 
-async def _warm_up(targets: Mapping[str, Target], arm: Arm) -> None:
+async def _warm_up(targets: Mapping[str, Target], tag: str) -> None:
     """Make hand-overs that are not measured: they include the handshake and the first steps. Raises ServerError if not
     even one request alone is answered."""
     async with httpx.AsyncClient(timeout=ANSWERED_SECONDS, trust_env=False) as http:
         for number in range(WARM_UP_REQUESTS):
             arrived = {model: Arrival(0.0, model, number, 32) for model in targets}
-            names = f"warm-{arm.tag}-{number}"
+            names = f"warm-{tag}-{number}"
             calls = (ask(http, target, arrived[model], names) for model, target in targets.items())
             for one in await asyncio.gather(*calls):
                 if one.outcome in (Outcome.FAILED, Outcome.NO_END, Outcome.LEFT):

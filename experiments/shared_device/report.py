@@ -19,20 +19,19 @@ the capacity no prefill is wasted where decode asks, and every refusal says when
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from experiments.bench.samples import percentile
-from experiments.common.report import Run, Verdict, make_panels, make_table, named, save
-from experiments.shared_device.arms import ARMS, DEVICE_BYTES, PULL, STATIC
-from experiments.shared_device.clients import Outcome, Received, Swell, Target, arrivals, reference_of
+from experiments.bench.comparison import percentile
+from experiments.common.report import Run, Verdict, make_panels, make_table, save
+from experiments.shared_device.arms import ARMS, DEVICE_BYTES, PULL, STATIC, Arm
+from experiments.shared_device.clients import Outcome, Received, Swell, arrivals, reference_of
 from experiments.shared_device.measure import ASKS, TIMES_CAPACITY, Ran, overload, run_arm
 
 FIRST_TOKEN_SECONDS = 5.0
@@ -166,46 +165,37 @@ def judge_overload(found: Sequence[Ran]) -> list[Verdict]:
 # ---------------------------------------------------------------------------------------------------------- a whole run
 
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SECONDS, QUICK_SECONDS = 36.0, 18.0
 SWELLS = {"a": Swell(0.2, 2.4, 18.0), "b": Swell(0.2, 2.4, 18.0, phase=0.5)}
 QUICK_ARMS = (STATIC, PULL)
+OVERLOAD = "overload"
 
 
-def measure(asked: Mapping[str, Target], options: argparse.Namespace, run: Run) -> Iterator[Ran]:
-    seconds = QUICK_SECONDS if options.quick else SECONDS
-    loads = (arrivals(name, swell, seconds, len(asked[name].prompts), options.seed) for name, swell in SWELLS.items())
-    load = sorted((one for some in loads for one in some), key=lambda one: one.at_seconds)
-    run.say(f"{len(load)} requests in {seconds:.0f} s")
-    for arm in QUICK_ARMS if options.quick and not options.arm else named(ARMS, "--arm", options.arm):
-        ran = run_arm(arm, asked, load, seconds, run)
-        run.say(f"{arm.name}: {ran.not_run or f'{goodput(ran):.2f} requests a second'}")
-        yield ran
-
-
-def main(options: argparse.Namespace) -> int:
-    is_part = bool(options.quick or options.part or options.arm)
-    found: dict[str, list[Any]] = {"overload": [], "runs": []}
+def main(run: Run) -> int:
+    chosen, seed = run.chosen([*ARMS, OVERLOAD]), run.options.seed
+    arms = [one for one in chosen if isinstance(one, Arm) and (not run.quick or run.options.only or one in QUICK_ARMS)]
+    found: dict[str, list[Ran]] = {"overload": [], "runs": []}
 
     def content() -> dict[str, Any]:
-        return {"seed": options.seed, **{part: [*map(asdict, some)] for part, some in found.items()}}
+        return {"seed": seed, **{part: [*map(asdict, some)] for part, some in found.items()}}
 
-    verdicts: list[Verdict] = []
-    tables = []
-    with Run("two models on one device", options.vllm, RESULTS, is_part=is_part) as run:
-        asked = reference_of(run.logs, run.update)
-        if options.part != "table":
-            capacity, found["overload"] = overload(asked, options.seed, run, quick=options.quick)
-            title = f"{TIMES_CAPACITY:g} x as many requests as decode can answer, which is {capacity:.2f} a second"
-            tables += tables_of(found["overload"], title)
-            verdicts += judge_overload(found["overload"])
-        if options.part != "overload":
-            runs = found["runs"]
-            for ran in measure(asked, options, run):
-                runs.append(ran)
-                # At once: a run takes a quarter of an hour.
-                run.write(content())
-            tables += tables_of(runs, "two models on one device")
-            verdicts += judge(runs)
-            plot(runs, f"memory of one device over time, vLLM {options.vllm}", run.path.with_suffix(".png"))
+    asked, verdicts, tables = reference_of(run.logs, run.update), list[Verdict](), list[Table]()
+    if OVERLOAD in chosen:
+        capacity, found["overload"] = overload(asked, seed, run)
+        title = f"{TIMES_CAPACITY:g} x as many requests as decode can answer, which is {capacity:.2f} a second"
+        tables += tables_of(found["overload"], title)
+        verdicts += judge_overload(found["overload"])
+    if arms:
+        seconds, runs = QUICK_SECONDS if run.quick else SECONDS, found["runs"]
+        loads = (arrivals(name, swell, seconds, len(asked[name].prompts), seed) for name, swell in SWELLS.items())
+        load = sorted((one for some in loads for one in some), key=lambda one: one.at_seconds)
+        run.say(f"{len(load)} requests in {seconds:.0f} s")
+        for arm in arms:
+            runs.append(run_arm(arm, asked, load, seconds, run))
+            run.say(f"{arm.name}: {runs[-1].not_run or f'{goodput(runs[-1]):.2f} requests a second'}")
+            # At once: a run takes a quarter of an hour.
+            run.write(content())
+        tables += tables_of(runs, "two models on one device")
+        verdicts += judge(runs)
+        plot(runs, f"memory of one device over time, vLLM {run.vllm}", run.path.with_suffix(".png"))
     return run.conclude(tables, verdicts, content())

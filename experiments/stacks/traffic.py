@@ -93,7 +93,7 @@ def _numbers(number: int, kind: int) -> list[int]:
     return [3 + number, 203 + kind, *rest, *LETTERS]
 
 
-async def _streamed(answer: Any, text_of: Callable[[Any], str | None]) -> tuple[list[Any], str]:
+async def _streamed(answer: Any, text_of: Callable[[Any], str | None]) -> Answer:
     choices: list[Any] = []
     try:
         async for part in answer:
@@ -102,19 +102,18 @@ async def _streamed(answer: Any, text_of: Callable[[Any], str | None]) -> tuple[
         if not choices:
             raise
         raise BrokenOff("".join(text_of(one) or "" for one in choices)) from error
-    return choices, "".join(text_of(one) or "" for one in choices)
+    logprobs = tuple(float(p) for one in choices if one.logprobs for p in one.logprobs.token_logprobs)
+    text = "".join(text_of(one) or "" for one in choices)
+    return Answer(text, logprobs, choices[-1].finish_reason if choices else None)
 
 
 async def _complete(client: Any, number: int, *, stream: bool) -> Answer:
     asked = {"model": "model", "prompt": _numbers(number, 1 + stream), "max_tokens": TOKENS, "temperature": 0}
     answer = await client.completions.create(**asked, logprobs=1, stream=stream, extra_body={"ignore_eos": True})
     if stream:
-        choices, text = await _streamed(answer, lambda one: one.text)
-    else:
-        choices, text = [_only(answer)], _only(answer).text
-    logprobs = tuple(float(p) for one in choices if one.logprobs for p in one.logprobs.token_logprobs)
-    reason = choices[-1].finish_reason if choices else None
-    return Answer(text, logprobs, reason, 0 if stream else _cached(answer))
+        return await _streamed(answer, lambda one: one.text)
+    one = _only(answer)
+    return Answer(one.text, tuple(map(float, one.logprobs.token_logprobs)), one.finish_reason, _cached(answer))
 
 
 async def _chat(client: Any, number: int, *, stream: bool) -> Answer:
@@ -123,8 +122,7 @@ async def _chat(client: Any, number: int, *, stream: bool) -> Answer:
     asked = _asked_of_chat(number, 3 + stream, TOKENS)
     answer = await client.chat.completions.create(**asked, **more, extra_body={"ignore_eos": True})
     if stream:
-        choices, text = await _streamed(answer, lambda one: one.delta.content)
-        return Answer(text, (), choices[-1].finish_reason if choices else None)
+        return await _streamed(answer, lambda one: one.delta.content)
     one = _only(answer)
     logprobs = tuple(each.logprob for each in one.logprobs.content)
     return Answer(one.message.content, logprobs, one.finish_reason, _cached(answer))

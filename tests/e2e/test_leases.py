@@ -16,7 +16,7 @@ from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 from support.waiting import until
 
 from experiments.common.client import Client, Pair, http_client, read_answer
-from experiments.common.pages import own_names
+from experiments.common.counted import own_names
 from experiments.common.servers import Running, Server, ServerSpec
 from experiments.lease_recovery.arms import (
     HEARTBEAT_SECONDS,

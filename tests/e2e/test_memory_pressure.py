@@ -23,7 +23,7 @@ from support.pressed_servers import (
 from support.waiting import until
 
 from experiments.common.client import Client, Offer, Pair, answers_of, http_client, read_answer
-from experiments.common.pages import PageWatch, own_names
+from experiments.common.counted import PageWatch, own_names
 from experiments.common.servers import Running, Server
 from experiments.lease_recovery.arms import NUM_BLOCKS, PULL, PUSH, TOKENS, Arm, prompts
 

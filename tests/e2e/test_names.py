@@ -27,8 +27,8 @@ from support.waiting import until
 
 from experiments.common import device
 from experiments.common.client import Client, at_a_time, http_client, read_answer
+from experiments.common.counted import own_names
 from experiments.common.model import ModelShape, make_model
-from experiments.common.pages import own_names
 from experiments.common.servers import (
     ENVIRONMENT,
     GIVES_BACK,

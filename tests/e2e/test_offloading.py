@@ -24,9 +24,8 @@ from support.waiting import until
 from experiments.byte_equivalence.compare import LOGPROB_TOLERANCE, Difference, compare_answers
 from experiments.common import model as models
 from experiments.common.client import Answer, Client, answers_of, http_client, read_answer
-from experiments.common.counted import count, hand_overs
+from experiments.common.counted import PageWatch, count, hand_overs
 from experiments.common.device import layout, nixl, role
-from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, REPOSITORY, SERVER_SIDE, Server, ServerError, ServerSpec, running
 from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, HITS_DIVERGE, installed_has
 

@@ -19,8 +19,8 @@ import pytest
 
 from experiments.common import model as models
 from experiments.common.client import Answer, AnswerError, Client, Pair, answers_of, http_client, read_answer
+from experiments.common.counted import PageWatch
 from experiments.common.device import layout, nixl
-from experiments.common.pages import PageWatch
 from experiments.common.servers import GIVES_BACK, Server, ServerSpec, running
 
 KVCACHED = {"ENABLE_KVCACHED": "true", **layout(), "KVCACHED_HOSTVMM_GIB": "2", **GIVES_BACK}
@@ -63,7 +63,8 @@ class Router:
         self.servers = (prefill, decode)
         self.pair = pair
         self.watches = [PageWatch(server.identity) for server in self.servers]
-        self.rest = [self._mapped(watch) for watch in self.watches]
+        self.rest = [watch.mapped_bytes() for watch in self.watches]
+        assert all(watch.count().samples for watch in self.watches)
 
     def decode(self, name: str) -> asyncio.Task[dict[str, Any]]:
         params = {**self.pair.coordinates, "transfer_id": name, "do_remote_prefill": True}
@@ -102,7 +103,7 @@ class Router:
     async def memory_comes_back(self, *sides: int) -> None:
         deadline = time.monotonic() + MEMORY_COMES_BACK_SECONDS
         for side in sides:
-            while (level := self._mapped(self.watches[side])) > self.rest[side]:
+            while (level := self.watches[side].mapped_bytes()) > self.rest[side]:
                 assert time.monotonic() < deadline, f"{self.servers[side].spec.name} keeps {level} bytes mapped"
                 await asyncio.sleep(0.05)
 
@@ -125,12 +126,6 @@ class Router:
                 await answer
         else:
             assert read_answer(await answer, TOKENS).token_ids == expected.token_ids
-
-    @staticmethod
-    def _mapped(watch: PageWatch) -> int:
-        mapped = watch.mapped_bytes()
-        assert mapped is not None
-        return mapped
 
     @staticmethod
     def _ask(client: Client, name: str, tokens: int, params: dict[str, Any]) -> asyncio.Task[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from experiments.bench.traces import ARMS, ENVIRONMENT, PROCESSES, WITHIN, Arm, ask, client_span, run, specs, states_of
+from experiments.bench.traces import ARMS, ENVIRONMENT, PROCESSES, WITHIN, Arm, ask, client_span, send, specs, states_of
 from experiments.common.servers import Asking
 
 PROMPT_TOKENS = 4000
@@ -20,7 +20,7 @@ STOP_SECONDS = 30.0
 
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name.replace(", ", "-"))
 def test_a_request_is_one_trace_that_accounts_for_its_first_token(arm: Arm, tmp_path: Path) -> None:
-    traced = run(arm, 5, PROMPT_TOKENS, tmp_path)
+    traced = send(arm, 5, PROMPT_TOKENS, tmp_path)
     for one in traced:
         assert {span.process for span in one.spans} == set(PROCESSES)
         names = {span.name for span in one.spans}

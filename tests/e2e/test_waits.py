@@ -13,8 +13,8 @@ from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
 from support.pressed_servers import SOON_SECONDS
 
 from experiments.common.client import AnswerError, Client, Pair, answers_of, http_client, read_answer
+from experiments.common.counted import own_names
 from experiments.common.device import with_extra
-from experiments.common.pages import own_names
 from experiments.common.servers import Running, Server, ServerSpec
 from experiments.lease_recovery.arms import NUM_BLOCKS, PULL, PUSH, Arm, prompts
 

@@ -27,8 +27,8 @@ vllm=$(python -c 'import importlib.metadata as m; print(m.version("vllm").partit
 pytest=(python -m pytest -q -W default)
 step() { # NAME -> runs it
     case $1 in
-    staged) timeout 600 python -m experiments byte_equivalence --vllm "$vllm" --quick --arm "staged" ;;
-    bfloat16) timeout 1200 python -m experiments byte_equivalence --vllm "$vllm" --arm "staged" ;;
+    staged) timeout 600 python -m experiments byte_equivalence --vllm "$vllm" --quick --only "staged" ;;
+    bfloat16) timeout 1200 python -m experiments byte_equivalence --vllm "$vllm" --only "staged" ;;
     rate) timeout 300 "${pytest[@]}" tests/gpu/test_slab_rate.py ;;
     cost) timeout 600 python -m experiments bench memory_path --vllm "$vllm" --quick ;;
     shared) timeout 600 python -m experiments shared_device --vllm "$vllm" --quick ;;

@@ -28,9 +28,9 @@ def why_not_direct() -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        ("byte_equivalence", "--quick", "--arm", "staged, pull", "--arm", "staged, push", "--arm", "slab"),
-        ("byte_equivalence", "--quick", "--arm", "stock", "--arm", "contiguous"),
-        ("lease_recovery", "--arm", "staged"),
+        ("byte_equivalence", "--quick", "--only", "staged, pull", "--only", "staged, push", "--only", "slab"),
+        ("byte_equivalence", "--quick", "--only", "stock", "--only", "contiguous"),
+        ("lease_recovery", "--only", "staged"),
     ],
     ids=["staged", "direct", "chaos"],
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.stacks.environments import ENVIRONMENTS
+from experiments.stacks.routers import ENVIRONMENTS
 from kvcached_nixl.version import __version__
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ from experiments.common import device
 from experiments.common.counted import COUNT_SECONDS, HAND_OVERS, count
 from experiments.common.model import ModelShape, make_model
 from experiments.common.servers import HOST, Running, Server, ServerSpec
-from experiments.stacks.environments import environment
+from experiments.stacks.routers import environment
 
 FILES = sorted(FOLDER.glob("*.yaml"))
 RELEASES = ("1.25", "1.29", "1.33", "1.37")

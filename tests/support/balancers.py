@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from experiments.common.servers import HOST, free_ports
-from experiments.stacks.environments import environment
-from experiments.stacks.routers import running, running_router
+from experiments.stacks.routers import environment, running, running_router
 from support.waiting import until
 
 __all__ = ["Balancer", "nginx", "service", "vllm_router"]

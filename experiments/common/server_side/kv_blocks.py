@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -17,14 +17,6 @@ Cache: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 class ProbeError(RuntimeError):
     """The probe found a KV cache or a connector that it does not support, or was not armed."""
-
-
-def normalise_block_ids(block_ids: Any) -> BlockIds:
-    """Return ids per group as lists; a flat list (one group) is accepted, as older connectors send it."""
-    groups = list(block_ids)
-    if groups and isinstance(groups[0], int):
-        return [groups]
-    return [list(group) for group in groups]
 
 
 def block_view(cache: torch.Tensor, block_id: int) -> torch.Tensor:
@@ -63,15 +55,14 @@ def block_bytes(cache: Cache, block_id: int) -> bytes:
     return b"".join(view.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for view in views)
 
 
-def block_digest(caches: list[Cache], block_id: int) -> str:
-    """Return the SHA-256 (hex) of one block over all ``caches`` of its group, in layer order."""
-    return hashlib.sha256(b"".join(block_bytes(cache, block_id) for cache in caches)).hexdigest()
-
-
 def digests(groups: list[list[Cache]], block_ids: BlockIds) -> list[list[str]]:
-    """Return the SHA-256 (hex) of each block, per KV-cache group."""
+    """Return the SHA-256 (hex) of each block over all caches of its KV-cache group, in layer order."""
+
+    def digest(caches: list[Cache], block_id: int) -> str:
+        return hashlib.sha256(b"".join(block_bytes(cache, block_id) for cache in caches)).hexdigest()
+
     found = zip(groups, block_ids, strict=False)
-    return [[block_digest(caches, block) for block in blocks] for caches, blocks in found]
+    return [[digest(caches, block) for block in blocks] for caches, blocks in found]
 
 
 # ---------------------------------------------------------------------------------------------- planted corruptions

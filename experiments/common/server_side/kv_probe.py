@@ -22,7 +22,6 @@ from kv_blocks import (
     ProbeError,
     block_bytes,
     digests,
-    normalise_block_ids,
     parts,
     swap_groups,
 )
@@ -66,23 +65,14 @@ class Pending:
     tail_before: Saved = field(default_factory=list)
 
 
-def step_methods(vllm: str | None = None) -> tuple[str, str]:
-    """Return the names of the first and the last connector method that a step calls, of the installed vLLM or
-    ``vllm``."""
-    series = Version(vllm or importlib.metadata.version("vllm")).release[:2]
-    first = "start_load_kv" if series < (0, 29) else "handle_preemptions"
-    return first, "get_finished" if series < (0, 30) else "get_transfer_results"
-
-
 @dataclass
 class Recorder:
     """Digests the received blocks of a request when the connector reports it as received, and prefill's blocks when the
     connector reports it as sent: at that time the blocks still belong to the request.
 
     The key of a request is its id; of one that kvcached_nixl receives, the number of its attempt. On the connector's
-    instance, ``begin`` replaces the first method that a step calls, ``finish`` or ``finish_with_results`` the last one;
-    ``transfer`` replaces its NIXL agent's ``transfer``. ``plan``: a corruption, the block, and the KV-cache group or
-    ALL_GROUPS.
+    instance, ``begin`` replaces the first method that a step calls, ``finish`` the last one; ``transfer`` replaces its
+    NIXL agent's ``transfer``. ``plan``: a corruption, the block, and the KV-cache group or ALL_GROUPS.
     """
 
     groups: list[list[Cache]]
@@ -104,31 +94,24 @@ class Recorder:
         step = vars(metadata).get(STEP)
         if step is None:
             for request_id, meta in metadata.reqs_to_recv.items():
-                local, remote = map(normalise_block_ids, (meta.local_block_ids, meta.remote.block_ids))
+                local, remote = ([*map(list, ids)] for ids in (meta.local_block_ids, meta.remote.block_ids))
                 self._await(request_id, Pending(request_id, meta.remote.request_id, local, remote))
         for one in () if step is None else step.commands:
             # By their names: stock servers are probed without the package.
             if type(one).__name__ == "FetchSpec":
-                self._await(str(one.attempt), self._wanted(one))
+                name, manifest = one.name, one.manifest
+                sent = (name, None) if step_pushes(self.connector) else (manifest.request_id, _ids(manifest.groups))
+                self._await(str(one.attempt), Pending(one.request_id, sent[0], _ids(one.groups), sent[1]))
             elif type(one).__name__ == "OfferUpdate" and one.ready_tokens:
                 name = one.name if step_pushes(self.connector) else one.request_id
                 self.offered[one.request_id] = (name, _ids(one.groups))
         return self.call_begin(*args, **kwargs)
 
-    def _wanted(self, wanted: Any) -> Pending:
-        local, manifest = _ids(wanted.groups), wanted.manifest
-        if step_pushes(self.connector):
-            return Pending(wanted.request_id, wanted.name, local, None)
-        return Pending(wanted.request_id, manifest.request_id, local, _ids(manifest.groups))
-
     def finish(self, *args: Any, **kwargs: Any) -> Any:
         found = self.call_finish(*args, **kwargs)
         # From vLLM 0.30 on, an object of results.
         has_names = hasattr(found, "finished_sending")
-        self._note_finished(*(found.finished_sending, found.finished_recving) if has_names else found)
-        return found
-
-    def _note_finished(self, finished_sending: set[str], finished_receiving: set[str]) -> None:
+        finished_sending, finished_receiving = (found.finished_sending, found.finished_recving) if has_names else found
         side = vars(self.connector).get(SIDE)
         # vLLM asks for the report next.
         ended = () if side is None else (str(attempt) for attempt, _ in side._report.ended)
@@ -140,6 +123,7 @@ class Recorder:
                 transfer, block_ids = self.offered.pop(name)
                 digest = digests(self.groups, block_ids)
                 self.sent.append({"transfer": transfer, "block_ids": block_ids, "digests": digest})
+        return found
 
     def transfer(self, *args: Any, **kwargs: Any) -> Any:
         posted = self.call_transfer(*args, **kwargs)
@@ -254,29 +238,30 @@ class KvProbe(KvTimes):
             )
         return {"num_blocks": config.num_blocks, "groups": groups}
 
-    def kv_probe_digests(self, block_ids: list[Any]) -> dict[str, Any]:
+    def kv_probe_digests(self, block_ids: BlockIds) -> dict[str, Any]:
         """Return the SHA-256 of each block: ``{"digests": [[hex, ...] per group]}``."""
-        return {"digests": digests(self._kv_probe_groups(), normalise_block_ids(block_ids))}
+        return {"digests": digests(self._kv_probe_groups(), block_ids)}
 
     def kv_probe_arm(self) -> dict[str, Any]:
         """Start recording what this server receives and pushes. Idempotent."""
         connector = self._kv_probe_connector
-        first, last = step_methods()
-        if not isinstance(getattr(getattr(connector, last), "__self__", None), Recorder):
+        if not hasattr(self, "_kv_probe_armed"):
+            # The first and the last connector method that a step calls.
+            series = Version(importlib.metadata.version("vllm")).release[:2]
+            first = "start_load_kv" if series < (0, 29) else "handle_preemptions"
+            last = "get_finished" if series < (0, 30) else "get_transfer_results"
             agent = connector.connector_worker.nixl_wrapper
-            recorder = Recorder(
-                self._kv_probe_groups(), connector, getattr(connector, first), getattr(connector, last), agent.transfer
-            )
+            calls = getattr(connector, first), getattr(connector, last), agent.transfer
+            self._kv_probe_armed = recorder = Recorder(self._kv_probe_groups(), connector, *calls)
             setattr(connector, first, recorder.begin)
             setattr(connector, last, recorder.finish)
             agent.transfer = recorder.transfer
         return {"connector": type(connector).__qualname__}
 
     def _kv_probe_recorder(self) -> Recorder:
-        recorder = getattr(getattr(self._kv_probe_connector, step_methods()[1]), "__self__", None)
-        if not isinstance(recorder, Recorder):
+        if not hasattr(self, "_kv_probe_armed"):
             raise ProbeError("the recorder is not armed; call kv_probe_arm first.")
-        return recorder
+        return self._kv_probe_armed
 
     def kv_probe_take(self) -> dict[str, Any]:
         """Return and clear the records of what was received and pushed; and the transfers still under way."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hostvmm import is_hostvmm_build
 
-from experiments.common.device import CPU_ENVIRONMENT, runner_environment
+from experiments.common import device
 from experiments.common.servers import ENVIRONMENT, SERVER_SIDE, UNIPROC
 from kvcached_nixl.vllm.adapter.versions import BEYOND_KVCACHED, LOADS_BEHIND, found_version, row_of
 
@@ -82,10 +82,8 @@ def run_engine(
     inherited = {name: value for name, value in os.environ.items() if "KVCACHED" not in name}
     environment = inherited | {
         **ENVIRONMENT,
-        **CPU_ENVIRONMENT,
-        **runner_environment({}),
+        **device.environment({}, 1, forks=False),
         "PYTHONPATH": str(SERVER_SIDE),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "KVCACHED_NIXL": "0",
         "KVCACHED_IPC_NAME": f"test-{uuid.uuid4().hex[:12]}",

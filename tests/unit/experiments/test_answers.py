@@ -88,8 +88,7 @@ def test_what_came_before_an_error_must_be_right(
         raise openai.OpenAIError("broken off")
 
     async def ask(client: Any, request: traffic.Request) -> Answer:
-        choices, text = await traffic._streamed(stream(), lambda one: one.text)
-        return Answer(text, (), str(choices))
+        return await traffic._streamed(stream(), lambda one: one.text)
 
     monkeypatch.setattr(traffic, "ask", ask)
     assert asyncio.run(traffic.judge(None, ("completion, streamed", 1), ANSWER)).verdict is verdict

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -13,7 +14,9 @@ import pytest
 
 pytest.importorskip("rich", reason="needs an environment: bash experiments/env.sh")
 
-from experiments.bench import conversations
+from experiments.__main__ import parse
+from experiments.bench import conversations, push_vs_pull
+from experiments.bench.comparison import Samples, percentile
 from experiments.bench.conversations import (
     ANSWER_TOKENS,
     BLOCK_BYTES,
@@ -30,10 +33,10 @@ from experiments.bench.conversations import (
     ask,
     converse,
 )
-from experiments.bench.samples import Samples, percentile
 from experiments.bench.traces import SUMMARY, WEB_FRAMEWORK, Span, Traced
 from experiments.common.client import Answer, AnswerError, Client
-from experiments.common.servers import Running
+from experiments.common.report import Run
+from experiments.common.servers import Running, ServerError
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,12 @@ from experiments.common.servers import Running
 def test_a_percentile_is_one_of_the_values(values: list[float], hundredths: int, expected: float) -> None:
     """Nothing is interpolated, and few values have their largest as the 99th."""
     assert percentile(hundredths)(values) == expected
+
+
+def test_without_a_link_there_is_nothing_to_measure_over_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(push_vs_pull, "enter", lambda _: False)
+    with pytest.raises(ServerError, match="found none that fits --only 'a link'; there are: shared memory; TCP."):
+        push_vs_pull.main(Run(parse(["bench", "push_vs_pull", "--only", "a link"]), tmp_path))
 
 
 def test_arms_are_compared_where_both_were_measured() -> None:

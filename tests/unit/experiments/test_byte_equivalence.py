@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("rich", reason="needs an environment: bash experiments/env.sh")
 
+from experiments.__main__ import parse
+from experiments.byte_equivalence import run
 from experiments.byte_equivalence.arms import ARMS, Arm, of_size
 from experiments.byte_equivalence.compare import (
     Check,
@@ -29,12 +31,23 @@ from experiments.byte_equivalence.compare import (
     until_tie,
 )
 from experiments.byte_equivalence.harness import came_back, remapped
-from experiments.byte_equivalence.pair_run import CORRUPTIONS, Dependence, of_all_ranks
-from experiments.byte_equivalence.prompts import DAMAGED_BLOCKS, Prompt, damage_prompts, fewest_received
+from experiments.byte_equivalence.pair_run import Dependence, of_all_ranks
 from experiments.byte_equivalence.run import exit_status, summary, summary_of
-from experiments.byte_equivalence.subjects import DAMAGED_TOKENS, Group, corruptions_of, may_be_cached
+from experiments.byte_equivalence.subjects import (
+    CORRUPTIONS,
+    DAMAGED_BLOCKS,
+    DAMAGED_TOKENS,
+    Group,
+    Prompt,
+    corruptions_of,
+    damage_prompts,
+    fewest_received,
+    may_be_cached,
+)
 from experiments.common.client import Answer, HandOver, joined
-from experiments.common.pages import PageCount
+from experiments.common.counted import PageCount
+from experiments.common.report import Run
+from experiments.common.servers import ServerError
 
 ROOT = Path(__file__).parents[3]
 
@@ -295,6 +308,51 @@ def test_what_was_not_run_again_stays_with_the_commit_it_is_of(tmp_path: Path) -
     file.write_text(json.dumps({"commit": "old", "checks": old}))
     whole = [row_of(PUSH, commit="old"), row_of(STOCK, commit="older"), *new]
     assert summary(new, file, [STOCK, PULL, PUSH]) == {"verdict": "equal", "missing": [], "checks": whole}
+
+
+@pytest.mark.parametrize(
+    ("options", "modes", "file"),
+    [
+        ([], {"pull", "push"}, "last-0.28.0.json"),
+        (["--mode", "push"], {"push"}, "last-0.28.0.json"),
+        (["--mode", "pull", "--quick"], {"pull"}, "last-0.28.0-quick.json"),
+        (["--mode", "pull", "--brief"], {"pull"}, None),
+        (["--mode", "push", "--model", "gemma4"], {"push"}, "last-0.28.0-gemma4.json"),
+        (["--mode", "push", "--only", "staged", "--only", "2P"], {"push"}, "last-0.28.0.json"),
+    ],
+)
+def test_a_mode_is_compared_alone(
+    options: list[str], modes: set[str], file: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The results keep the rows of the other mode's arms, or say that they are missing."""
+    arms: list[Arm] = []
+
+    class Harness:
+        def __init__(self, subject: object, chosen: list[Arm], run: Run) -> None:
+            arms.extend(chosen)
+            self.rows = [Check(arm.name, "tokens", True, "1 prompt") for arm in chosen]
+
+        def run(self) -> None:
+            pass
+
+    monkeypatch.setattr(run, "Harness", Harness)
+    kept = row_of(PULL, commit="old")
+    for path in () if file is None else (tmp_path / file,):
+        path.write_text(json.dumps({"commit": "old", "checks": [kept]}))
+    asked = Run(parse(["byte_equivalence", "--vllm", "0.28.0", *options]), tmp_path)
+    assert run.main(asked) == 0
+    assert {arm.mode for arm in arms} == modes
+    written = {one.name for one in tmp_path.glob("last-*")}
+    assert written == ({file} if file else set())
+    if modes == {"push"}:
+        assert kept in json.loads((tmp_path / str(file)).read_text())["checks"]
+
+
+@pytest.mark.parametrize("words", [["pull"], ["push", "pull"]])
+def test_a_word_that_fits_no_arm_is_refused(words: list[str], tmp_path: Path) -> None:
+    only = [each for word in words for each in ("--only", word)]
+    with pytest.raises(ServerError, match="found none that fits --only 'pull'; there are: kvcached P/D"):
+        run.main(Run(parse(["byte_equivalence", "--mode", "push", "--brief", *only]), tmp_path))
 
 
 def test_help_needs_no_environment() -> None:

@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("rich", reason="needs an environment: bash experiments/env.sh")
 pytest.importorskip("transformers", reason="comes with vLLM")
 
+from experiments.__main__ import parse
 from experiments.byte_equivalence.arms import ARMS, specs
 from experiments.common import device, model, report
+from experiments.common.counted import PageCount, PageWatch, count_pages, own_names
 from experiments.common.model import ModelShape, make_model
-from experiments.common.pages import PageCount, PageWatch, count_pages, own_names
 
 RUN = Path(__file__).parents[3] / "tests" / "run.sh"
 SHAPES = {name: one for name, one in vars(model).items() if isinstance(one, ModelShape)}
@@ -90,7 +91,7 @@ def test_an_engine_is_found_by_what_it_was_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("reached", "status"), [([True, True], 0), ([True, False], 1), ([], 0)])
 def test_one_missed_target_is_the_exit_status(reached: list[bool], status: int, tmp_path: Path) -> None:
-    run = report.Run("a question", "1.0", tmp_path)
+    run = report.Run(parse(["dashboard", "--vllm", "1.0"]), tmp_path)
     verdicts = [report.Verdict("less than 2 s", "1 s", one) for one in reached]
     assert run.conclude([], verdicts, {"seed": 1}) == status
     found = json.loads((tmp_path / "last-1.0.json").read_text())

@@ -6,22 +6,23 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("openai", reason="needs an environment: bash experiments/env.sh")
 
 from experiments.bench import bench_serve, conversations, memory_path, traces
+from experiments.bench.comparison import Samples
 from experiments.bench.conversations import ASKS, FIRST, FURTHER, HOME, OTHER, STOCK_PD, Got
-from experiments.bench.samples import Samples
 from experiments.common.report import Verdict
 from experiments.dashboard import queries
 from experiments.dashboard.pairs import OK, Load
 from experiments.fleet_change import measure as fleet_change
 from experiments.lease_recovery import report as lease_recovery
-from experiments.lease_recovery.arms import Ended
-from experiments.lease_recovery.chaos import FREED_SECONDS, SHORTER, Recovery, Told
+from experiments.lease_recovery.arms import PULL as FAULTS_ARM
+from experiments.lease_recovery.arms import Ended, Traffic
+from experiments.lease_recovery.chaos import FREED_SECONDS, SHORTER, Chaos, Recovery, Told
 from experiments.shared_device import report as shared_device
 from experiments.shared_device.arms import DEVICE_BYTES, PULL, STATIC
 from experiments.shared_device.clients import Outcome, Received
@@ -122,7 +123,9 @@ TOLD = Told("pause keep", lease_recovery.TOLD_SECONDS)
 
 def lease(ended: Sequence[Ended], *recoveries: Recovery, told: Sequence[Told] = (TOLD,)) -> list[Verdict]:
     killed, outlived = Recovery("decode is killed", 20.0, 1.0, FREED_SECONDS), Recovery(STOOD, 1.0, 1.0, 0.1, 0)
-    return lease_recovery.judge(lease_recovery.Outcome("pull", True, ended, (killed, outlived, *recoveries), told))
+    traffic, nothing = Traffic([], [], ended=list(ended)), cast("Any", None)
+    found = Chaos(nothing, traffic, FAULTS_ARM, print, recoveries=[killed, outlived, *recoveries], told=list(told))
+    return lease_recovery.judge(found)
 
 
 def fleet(change: str, outcomes: Mapping[str, int], failed_hand_overs: int = 0) -> list[Verdict]:
