@@ -361,8 +361,8 @@ def test_no_heartbeats_pile_up_while_a_handshake_is_under_way(pull: Decode) -> N
         pull.receiver.send_heartbeats()
         pull.turn()
         pull.clock.advance(LEASE / 6)
-    links = links_of(pull.peers).values()
-    assert len(pull.asking.asked) == 8 and [len(one.waiting) for one in links] == [1] * 8
+    links: Any = links_of(pull.peers)
+    assert len(pull.asking.asked) == 8 and [len(one.waiting) for one in links.values()] == [1] * 8
 
 
 @given(
