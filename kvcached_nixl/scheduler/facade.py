@@ -92,7 +92,9 @@ class SchedulerFacade:
         """Has offers give way if memory is short (`GivingWay.turn`). Returns whether the engine has to step."""
         if not self.engine.is_bound:
             return False
-        self.engine.has_news |= self._giving_way.turn()
+        if self._giving_way.turn():
+            # Not |=: another thread may set it meanwhile (`EngineContext.woken`).
+            self.engine.has_news = True
         return self.engine.has_news or self.engine.step.has_news
 
     def call_soon(self, call: Callable[[], None]) -> None:

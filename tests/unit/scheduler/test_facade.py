@@ -27,7 +27,7 @@ from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.context import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade, build_scheduler
-from kvcached_nixl.scheduler.giving_way import UNHEARD_SECONDS
+from kvcached_nixl.scheduler.giving_way import UNHEARD_SECONDS, GivingWay
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
 from kvcached_nixl.wire.causes import FailureCause
@@ -163,6 +163,13 @@ def test_a_workers_report_ends_the_sleep(engine: Engine) -> None:
     engine.handover.engine.bind_wake(lambda: woken.append(1))
     engine.handover.engine.woken()
     assert woken == [1] and engine.handover.pending
+
+
+def test_news_of_another_thread_are_not_lost_while_memory_is_looked_at(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GivingWay, "turn", lambda _: engine.handover.engine.woken())
+    assert engine.handover.relieve()
 
 
 def test_an_engine_that_rests_goes_on_when_it_yields_no_longer() -> None:
