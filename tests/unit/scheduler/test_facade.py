@@ -310,6 +310,18 @@ def test_every_start_is_another_one() -> None:
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
+def test_what_vllm_may_refuse_is_not_pushed_early(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    made = started({"transfer_mode": mode}, output_checks=["--all2all-backend nixl_ep"])
+    assert ("--all2all-backend nixl_ep" in caplog.text) is (mode == "push"), "that it is not streamed is said"
+    assert made.offers_cached is (mode == "pull"), "a peer that pulls is told of it when the output was taken"
+    made.arrived(of_prefill())
+    step = made.take_step([Progress("p1", BLOCKS, True, TOKENS)])
+    assert any(one.manifest for one in step.of(OfferUpdate)) is (mode == "pull")
+    assert made.finished(of_prefill(), True, BLOCKS)[0]
+    assert any(one.manifest for one in made.take_step([]).of(OfferUpdate)) is (mode == "push")
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_model_that_drops_blocks_computes_the_last_token_here(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     """B5: told by what its groups are, however many."""
     windows = KVGroups((KVGroup(BLOCK_SIZE, Keeps.WINDOW),))
