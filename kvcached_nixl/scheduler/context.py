@@ -55,6 +55,7 @@ class StockScheduler:
     Attributes:
         window_kinds: KV-cache groups whose blocks leave a window while a request is computed, by the class names of
             their specs.
+        output_checks: settings with which vLLM may refuse a step's output when the workers have saved its KV.
         zeroes_blocks: vLLM zeroes new blocks on the device at the beginning of a step, because what is behind a
             request's last token is read, too.
         recomputes: a request that received no KV is recomputed instead of failing (``kv_load_failure_policy``).
@@ -70,6 +71,7 @@ class StockScheduler:
     pp_size: int
     groups: KVGroups
     window_kinds: list[str]
+    output_checks: list[str]
     zeroes_blocks: bool
     recomputes: bool
     max_num_batched_tokens: int
@@ -291,6 +293,7 @@ class EngineContext:
         wake_address: where the side channel listens for this engine's own workers, and the key that they send.
 
     Attributes:
+        awaits_outputs: in push, KV of a step is offered only when vLLM has taken its output: vLLM may still refuse it.
         allocation_seconds: how long a request waits for blocks while nothing is under way that frees some.
         step: being built. It is told to the workers with the next step of the engine.
         has_news: the engine has to step soon, whatever ``step`` holds.
@@ -313,6 +316,7 @@ class EngineContext:
         self.stock, self.settings, self.clock = stock, settings, clock
         self.own, self.incarnation, self.wake_address = own, incarnation, wake_address
         self.groups, self.is_push = stock.groups, settings.transfer_mode.is_push
+        self.awaits_outputs = self.is_push and bool(stock.output_checks)
         self.allocation_seconds = settings.allocation_timeout_seconds or settings.handover_timeout_seconds / 2
         self.holds = Holds(self)
         self.timelines = Timelines(clock, stock.spans, is_push=self.is_push)

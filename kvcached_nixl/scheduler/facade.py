@@ -92,7 +92,9 @@ class SchedulerFacade:
         """Has offers give way if memory is short (`GivingWay.turn`). Returns whether the engine has to step."""
         if not self.engine.is_bound:
             return False
-        self.engine.has_news |= self._giving_way.turn()
+        if self._giving_way.turn():
+            # Not |=: another thread may set it meanwhile (`EngineContext.woken`).
+            self.engine.has_news = True
         return self.engine.has_news or self.engine.step.has_news
 
     def call_soon(self, call: Callable[[], None]) -> None:
@@ -211,9 +213,9 @@ class SchedulerFacade:
     @property
     def offers_cached(self) -> bool:
         """Whether what is cached may be kept for a peer that asks for it: none have left enough waiting here, and no
-        load of another connector, under way into cached blocks, may yet fail."""
+        load of another connector, or step, under way into cached blocks, may yet fail."""
         is_short = self._giving_way.yields or self.offering.kept.is_left_waiting
-        return not (is_short or self.engine.blocks.are_shared)
+        return not (is_short or self.engine.blocks.are_shared or self.engine.awaits_outputs)
 
     def offer_cached(
         self, request: RequestView, num_tokens: int, block_ids: BlockIds, told: Callable[[Mapping[str, Any]], None]
@@ -361,6 +363,12 @@ def build_scheduler(stock: StockScheduler, address: SideChannelAddress, clock: C
             "KV is pushed when a prompt has been computed, not while it is: blocks that leave the window of %s are "
             "freed while the prompt is computed.",
             ", ".join(stock.window_kinds),
+        )
+    if settings.transfer_mode.is_push and stock.output_checks:
+        logger.warning(
+            "KV is pushed when a prompt has been computed, not while it is: with %s vLLM may refuse what a step has "
+            "computed.",
+            ", ".join(stock.output_checks),
         )
     if STOCK_TIMEOUT in os.environ:
         logger.warning(

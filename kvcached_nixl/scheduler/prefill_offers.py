@@ -41,7 +41,9 @@ class OfferRequest:
         is_revoked: its offer was revoked while it was computed, so decode may fetch none of it any more.
         is_streamed: tokens are offered as soon as a step has computed them, if workers read early. Not after a
             preemption: who needed its held blocks would be preempted, too, and so on without end. Nor if blocks leave
-            a sliding window while the prompt is computed: vLLM gives them to other requests immediately.
+            a sliding window while the prompt is computed: vLLM gives them to other requests immediately. Nor if
+            tokens may turn out invalid when their step has ended: another connector has loaded them, or vLLM refuses
+            its output.
     """
 
     engine: EngineContext
@@ -205,7 +207,8 @@ class PrefillOffers:
             self._engine.failures.not_offered(request_id, HandOverFailed(FailureCause.RANGE, request.whole_because))
             return
         num_tokens = request.num_prompt_tokens
-        is_streamed = not self._engine.groups.have_windows
+        engine = self._engine
+        is_streamed = not (engine.groups.have_windows or engine.blocks.are_shared or engine.awaits_outputs)
         one = OfferRequest(self._engine, request, name, request.digest(num_tokens), num_tokens, is_streamed)
         self._running[request_id] = one
         self._engine.timelines.begin(request, State.PREFILL_QUEUED)
@@ -231,9 +234,7 @@ class PrefillOffers:
             one.take_blocks(computed)
             if not one.is_revoked:
                 one.compute(computed.num_computed_tokens)
-                # Tokens that another connector loads may turn out invalid when this step has ended, so they are not
-                # read early.
-                is_held = self.is_read_early and one.is_streamed and not self._engine.blocks.are_shared
+                is_held = self.is_read_early and one.is_streamed
                 if is_held or (one.manifest is not None and not self._engine.is_push):
                     one.offer(is_held=is_held)
 
@@ -271,7 +272,7 @@ class PrefillOffers:
             return False, None
         step = self._engine.step
         if is_whole and one.still_has(block_ids):
-            if self._engine.is_push and (self._engine.blocks.are_shared or not one.is_streamed):
+            if self._engine.is_push and not one.is_streamed:
                 one.offer()
             step.tell(Finish(one.request_id))
             self.kept.keep(one.request_id, request.adapter, block_ids)

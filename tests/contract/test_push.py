@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 from support.nodes import CHUNK, DECODE_FILLING, DECODE_ID, NAME, PREFILL_FILLING, PREFILL_ID, SEND, Node
 from support.waiting import until
+from vllm import envs
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
@@ -43,6 +44,30 @@ def test_what_a_step_that_raises_was_to_compute_is_not_written(node: Callable[..
     assert decode.are_filled(local, DECODE_FILLING) and decode.waits(DECODE_ID)
     prefill.abort(PREFILL_ID)
     decode.ends_by("fail", prefill)
+
+
+@pytest.mark.parametrize("check", ["--all2all-backend nixl_ep", "VLLM_RAISE_ON_LOGIT_NANS"])
+def test_what_a_step_has_computed_is_not_written_while_vllm_may_refuse_its_output(
+    check: str, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """An expert-parallel peer has died, or logits are NaN: vLLM finds out after ``wait_for_save``."""
+    of_backend = {"all2all_backend": "nixl_ep"} if "nixl_ep" in check else {}
+    if not of_backend and not hasattr(envs, check):
+        pytest.skip("this vLLM does not look for NaN")
+    monkeypatch.setenv("VLLM_RAISE_ON_LOGIT_NANS", str(int(not of_backend)))
+    prefill, decode = node(PREFILL_FILLING, **of_backend), node(DECODE_FILLING, policy="fail")
+    assert f"with {check} vLLM may refuse" in log.text
+    local = decode.registered(prefill)
+    (writing,) = prefill.write_tasks.values()
+    until(lambda: writing.known)
+    prefill.add(PREFILL_ID, {**SEND, **NAME}, 1)
+    output = prefill.scheduler.schedule()
+    saved = prefill.run(output)
+    prefill.settle()
+    assert not writing.next_token and decode.are_filled(local, DECODE_FILLING) and decode.waits(DECODE_ID)
+    prefill.take(output, saved)
+    decode.step_until(lambda: DECODE_ID in decode.received, prefill)
+    assert decode.holds(local)
 
 
 # --------------------------------------------------------------------------------------------------------- preemption

@@ -177,6 +177,7 @@ def stock(
         "pp_size": OWN.pp_size,
         "groups": kv_groups(*block_sizes, drops_blocks=drops_blocks),
         "window_kinds": [],
+        "output_checks": [],
         "zeroes_blocks": False,
         "recomputes": False,
         "max_num_batched_tokens": MOST_BATCHED_TOKENS,

@@ -622,6 +622,7 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         windows: Sequence[int | str | None] | None = None,
         kv_role: str = "",
         num_drafts: int = 0,
+        all2all_backend: str = "",
         **extra_config: Any,
     ) -> AnyNode:
         """Creates a node.
@@ -636,6 +637,8 @@ def nodes(kind: type[AnyNode], folder: Path, log: pytest.LogCaptureFixture) -> I
         config.kv_transfer_config.kv_load_failure_policy = policy
         config.cache_config.enable_prefix_caching = prefix_caching
         config.scheduler_config.max_num_scheduled_tokens = tokens_a_step
+        if all2all_backend:
+            config.parallel_config.all2all_backend = all2all_backend
         if num_drafts:
             config.speculative_config = SpeculativeConfig(
                 method="ngram",

@@ -102,6 +102,14 @@ def require_no_replacement(vllm_config: Any) -> None:
 def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
     """Raises SettingsError if one of an engine's connectors may copy bytes of other requests, or memory that is not
     mapped, or load what other weights have computed."""
+    if optional(optional(vllm_config, "parallel_config"), "enable_fault_tolerance", False):
+        raise SettingsError(
+            found="--enable-fault-tolerance",
+            expected="an engine that ends when a step fails",
+            consequence="It would go on after a step that has failed: KV that this step has computed wrongly would be "
+            "handed over, and what the step was to tell the workers would be lost.",
+            remedy="Remove --enable-fault-tolerance and --fault-tolerance-config, or unset ENABLE_KVCACHED.",
+        )
     if (encoders := optional(vllm_config, "ec_transfer_config")) is not None:
         raise SettingsError(
             found=f"--ec-transfer-config with {encoders.ec_connector} beside the NIXL connector",

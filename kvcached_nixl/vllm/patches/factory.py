@@ -27,7 +27,7 @@ from kvcached_nixl.scheduler.context import StockScheduler
 from kvcached_nixl.scheduler.facade import build_scheduler
 from kvcached_nixl.settings import SERVER_LOGGER, Settings, TransferMode, staged_on_host, unheeded
 from kvcached_nixl.vllm import NIXL_PREFIX
-from kvcached_nixl.vllm.adapter.attributes import attach, connectors, private, side_channel_address
+from kvcached_nixl.vllm.adapter.attributes import attach, connectors, optional, private, side_channel_address
 from kvcached_nixl.vllm.adapter.locate import (
     CONNECTOR_BASE,
     ENGINE_SCHEDULER,
@@ -119,6 +119,7 @@ def stock_scheduler(config: Any, kv_cache_config: Any) -> StockScheduler:
         pp_size=int(config.parallel_config.pipeline_parallel_size),
         groups=KVGroups(tuple(KVGroup(int(spec.block_size), keeps_of(spec)) for spec in specs)),
         window_kinds=[type(spec).__name__ for spec in windows],
+        output_checks=_output_checks(config),
         zeroes_blocks=bool(private(kv_cache_config, "needs_kv_cache_zeroing")),
         recomputes=transfer.kv_load_failure_policy == "recompute",
         max_num_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
@@ -128,6 +129,20 @@ def stock_scheduler(config: Any, kv_cache_config: Any) -> StockScheduler:
         spans=spans_of(config),
         extra_config=transfer.kv_connector_extra_config,
     )
+
+
+def _output_checks(config: Any) -> list[str]:
+    """Settings with which vLLM looks for a dead expert-parallel peer, or for NaN, when it reads a step's output: after
+    ``wait_for_save``.
+
+    Source: ``get_output`` in ``v1/worker/gpu_model_runner.py``, and the backends' ``support_fault_tolerance``."""
+    from vllm import envs
+
+    checks = {
+        "--all2all-backend nixl_ep": private(config.parallel_config, "all2all_backend") == "nixl_ep",
+        "VLLM_RAISE_ON_LOGIT_NANS": optional(envs, "VLLM_RAISE_ON_LOGIT_NANS", False),
+    }
+    return [name for name, is_on in checks.items() if is_on]
 
 
 def require_complete(registry: Registry, connector: str) -> None:

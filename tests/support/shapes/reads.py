@@ -334,7 +334,8 @@ READS = (
         "prefill_context_parallel_size data_parallel_size data_parallel_rank_local data_parallel_index "
         "assigned_physical_gpu_ids "
         "distributed_executor_backend enable_eplb enable_expert_parallel expert_placement_strategy eplb_config "
-        "nnodes_within_dp world_size",
+        "nnodes_within_dp world_size all2all_backend",
+        enable_fault_tolerance=HITS_DIVERGE.later,
     ),
     _of(f"{_CONFIG}.scheduler", "SchedulerConfig", "max_num_seqs get_scheduler_cls"),
     _of(f"{_CONFIG}.speculative", "SpeculativeConfig", "method draft_model_config num_speculative_tokens"),
@@ -363,6 +364,7 @@ READS = (
         "VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT "
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT "
         "VLLM_VIDEO_LOADER_BACKEND",
+        VLLM_RAISE_ON_LOGIT_NANS=HITS_DIVERGE.later,
     ),
     _of("vllm.platforms.interface", "Platform", "device_type get_nixl_memory_type is_rocm"),
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,14 @@ def test_embeddings_of_an_encoder_s_connector_are_refused() -> None:
         require_servable(config)
     config.ec_transfer_config = None
     require_servable(config)
+
+
+def test_an_engine_that_goes_on_after_a_step_has_failed_is_refused() -> None:
+    config = vllm_config()
+    for is_on in (False, True):
+        config.parallel_config = SimpleNamespace(enable_fault_tolerance=is_on)
+        with pytest.raises(SettingsError, match="--enable-fault-tolerance") if is_on else nullcontext():
+            require_servable(config)
 
 
 @pytest.mark.parametrize("trusted", [None, [], ["Other"], "Mine", {"Mine": 1}], ids=str)

@@ -27,7 +27,7 @@ from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.context import Progress
 from kvcached_nixl.scheduler.facade import SchedulerFacade, build_scheduler
-from kvcached_nixl.scheduler.giving_way import UNHEARD_SECONDS
+from kvcached_nixl.scheduler.giving_way import UNHEARD_SECONDS, GivingWay
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.side_channel_address import Endpoint, SideChannelAddress
 from kvcached_nixl.wire.causes import FailureCause
@@ -165,6 +165,13 @@ def test_a_workers_report_ends_the_sleep(engine: Engine) -> None:
     assert woken == [1] and engine.handover.pending
 
 
+def test_news_of_another_thread_are_not_lost_while_memory_is_looked_at(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GivingWay, "turn", lambda _: engine.handover.engine.woken())
+    assert engine.handover.relieve()
+
+
 def test_an_engine_that_rests_goes_on_when_it_yields_no_longer() -> None:
     """What waits for blocks would wait for ever."""
     engine = Engine(mode=TransferMode.PUSH)
@@ -300,6 +307,18 @@ def test_every_start_is_another_one() -> None:
     assert (steps[0].host, steps[0].port) == ("10.0.0.1", 5600)
     wake_address = steps[0].wake_address
     assert (wake_address.host, wake_address.port) == ("127.0.0.1", 5601), "workers go no way round"
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_what_vllm_may_refuse_is_not_pushed_early(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    made = started({"transfer_mode": mode}, output_checks=["--all2all-backend nixl_ep"])
+    assert ("--all2all-backend nixl_ep" in caplog.text) is (mode == "push"), "that it is not streamed is said"
+    assert made.offers_cached is (mode == "pull"), "a peer that pulls is told of it when the output was taken"
+    made.arrived(of_prefill())
+    step = made.take_step([Progress("p1", BLOCKS, True, TOKENS)])
+    assert any(one.manifest for one in step.of(OfferUpdate)) is (mode == "pull")
+    assert made.finished(of_prefill(), True, BLOCKS)[0]
+    assert any(one.manifest for one in made.take_step([]).of(OfferUpdate)) is (mode == "push")
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
