@@ -164,6 +164,9 @@ def unheeded(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
     if not is_flag(True, extra_config, key):
         consequence = "kvcached_nixl compares peers all the same, and refuses KV of those that differ."
         yield bad(key, extra_config[key], "true, or the key left out", f"It is not followed: {consequence}")
+    for key in _BESIDE_PREFILL if "prefill" not in extra_config else ():
+        if not is_flag(False, extra_config, key):
+            yield bad(key, extra_config[key], "prefill beside it", "It is not followed: nobody is asked for KV.")
 
 
 def staged_on_host(extra_config: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -210,10 +213,10 @@ def _bad(extra_config: Mapping[str, Any], key: str, expected: str) -> SettingsEr
 
 # ---------------------------------------------------------------------------------------------------------- single keys
 
+_BESIDE_PREFILL = ("prefill_required", "prefill_api_key_file", "queue_timeout", "max_local_prefill_tokens")
 _KEYS = (
-    *_OTHERWISE,
-    *("enforce_handshake_compat", "trusted_connectors", "queue_timeout", "max_local_prefill_tokens"),
-    *("prefill", "prefill_required", "prefill_api_key_file", "accept_kv_transfer_params"),
+    *(*_OTHERWISE, *_BESIDE_PREFILL),
+    *("enforce_handshake_compat", "trusted_connectors", "prefill", "accept_kv_transfer_params"),
 )
 _ALMOST = 0.8
 
