@@ -169,6 +169,14 @@ def unheeded(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
             yield bad(key, extra_config[key], "prefill beside it", "It is not followed: nobody is asked for KV.")
 
 
+def misplaced(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
+    """Yields an error for each key of a ``MultiConnector`` that is read of its NIXL connector alone."""
+    for key in extra_config:
+        if key in _KEYS and key not in ("trusted_connectors", "drain_delay"):
+            expected = "it in the kv_connector_extra_config of NixlConnector, below connectors"
+            yield bad(key, extra_config[key], expected, "It is not followed here.")
+
+
 def staged_on_host(extra_config: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return the extra configuration with ``memory_path`` set to a slab on the host, for ``kv_buffer_device="cpu"``.
     Raises SettingsError: ``memory_path`` asks for something else."""
