@@ -232,7 +232,9 @@ _ALMOST = 0.8
 def misspelled(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
     """Yields an error for each key that is no setting of this package and resembles one, with the setting's name."""
     for key in extra_config:
-        meant = difflib.get_close_matches(str(key).lower().replace("-", "_"), _KEYS, 1, _ALMOST)
+        said = str(key).lower().replace("-", "_")
+        meant = difflib.get_close_matches(said, _KEYS, 1, _ALMOST)
+        meant += [one for one in _KEYS if said.startswith(f"{one}_") or one.startswith(f"{said}_")]
         if meant and key not in _KEYS:
             yield SettingsError(
                 found=f"kv_connector_extra_config has {key!r}",

@@ -181,6 +181,8 @@ def test_a_buffer_on_the_host_of_an_accelerator_is_a_slab_there() -> None:
         ("verify_fractions", "verify_fraction"),
         ("handover_time_out", "handover_timeout"),
         ("prefil", "prefill"),
+        *((f"prefill_{one}", "prefill") for one in ("url", "urls", "servers")),
+        ("kv_lease", "kv_lease_duration"),
         ("prefill_requried", "prefill_required"),
     ],
 )

@@ -67,7 +67,7 @@ class AskSettings:
         if not is_consumer:
             expected = "no such key with kv_role kv_producer or pipeline stages: such an engine fetches no KV"
             raise bad("prefill", said, expected, _UNKNOWN)
-        urls = tuple(dict.fromkeys(one.rstrip("/") for one in servers))
+        urls = tuple(dict.fromkeys(one.rstrip("/").lower() for one in servers))
         return cls(urls, is_required, accepts, _api_key(extra_config), is_producer, queue_seconds, most_local)
 
 
@@ -76,9 +76,12 @@ def _is_url(said: object) -> bool:
         return False
     try:
         parts = urlsplit(said)
+        # urlsplit drops newlines and tabs.
         return (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
+            said.isprintable()
+            and " " not in said
+            and parts.scheme in ("http", "https")
+            and all((parts.hostname or "").removesuffix(".").split("."))
             and parts.port != 0
             and not (parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc)
         )
