@@ -107,9 +107,9 @@ def not_importable(found: str, cause: Exception) -> Refused:
     """The refusal for a part of this package that cannot be loaded: without its patches no connector may start."""
     refusal = Refused(
         found=f"{found}: {type(cause).__name__}: {cause}",
-        expected="the package and its dependencies (wrapt, packaging, msgspec) to be importable",
+        expected="the package and its dependencies to be importable",
         consequence="NixlConnector is not started without its patches.",
-        remedy="Install kvcached-nixl in this environment again, or set KVCACHED_NIXL=0 to run without it.",
+        remedy="Install kvcached-nixl in this environment again, or unset ENABLE_KVCACHED.",
     )
     refusal.__cause__ = cause
     return refusal

@@ -164,6 +164,17 @@ def unheeded(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
     if not is_flag(True, extra_config, key):
         consequence = "kvcached_nixl compares peers all the same, and refuses KV of those that differ."
         yield bad(key, extra_config[key], "true, or the key left out", f"It is not followed: {consequence}")
+    for key in _BESIDE_PREFILL if "prefill" not in extra_config else ():
+        if not is_flag(False, extra_config, key):
+            yield bad(key, extra_config[key], "prefill beside it", "It is not followed: nobody is asked for KV.")
+
+
+def misplaced(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
+    """Yields an error for each key of a ``MultiConnector`` that is read of its NIXL connector alone."""
+    for key in extra_config:
+        if key in _KEYS and key not in ("trusted_connectors", "drain_delay"):
+            expected = "it in the kv_connector_extra_config of NixlConnector, below connectors"
+            yield bad(key, extra_config[key], expected, "It is not followed here.")
 
 
 def staged_on_host(extra_config: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -210,10 +221,10 @@ def _bad(extra_config: Mapping[str, Any], key: str, expected: str) -> SettingsEr
 
 # ---------------------------------------------------------------------------------------------------------- single keys
 
+_BESIDE_PREFILL = ("prefill_required", "prefill_api_key_file", "queue_timeout", "max_local_prefill_tokens")
 _KEYS = (
-    *_OTHERWISE,
-    *("enforce_handshake_compat", "trusted_connectors", "queue_timeout", "max_local_prefill_tokens"),
-    *("prefill", "prefill_required", "prefill_api_key_file", "accept_kv_transfer_params"),
+    *(*_OTHERWISE, *_BESIDE_PREFILL),
+    *("enforce_handshake_compat", "trusted_connectors", "prefill", "accept_kv_transfer_params"),
 )
 _ALMOST = 0.8
 
@@ -221,7 +232,9 @@ _ALMOST = 0.8
 def misspelled(extra_config: Mapping[str, Any]) -> Iterator[SettingsError]:
     """Yields an error for each key that is no setting of this package and resembles one, with the setting's name."""
     for key in extra_config:
-        meant = difflib.get_close_matches(str(key).lower().replace("-", "_"), _KEYS, 1, _ALMOST)
+        said = str(key).lower().replace("-", "_")
+        meant = difflib.get_close_matches(said, _KEYS, 1, _ALMOST)
+        meant += [one for one in _KEYS if said.startswith(f"{one}_") or one.startswith(f"{said}_")]
         if meant and key not in _KEYS:
             yield SettingsError(
                 found=f"kv_connector_extra_config has {key!r}",

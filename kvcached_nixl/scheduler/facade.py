@@ -71,7 +71,7 @@ class SchedulerFacade:
         self._starvation = Starvation(engine, self.fetching)
         self._giving_way = GivingWay(engine, self.offering, self.fetching)
         self.asking = Asking(engine, asks, asker(asks.api_key, engine.woken), self.fetching)
-        self._accepts_params = asks.accepts_params or not asks.servers
+        self._accepts_params = asks.accepts_params
         self._ended, self._idle = AllRanks(engine.own.num_ranks), AllRanks(engine.own.num_ranks)
         self.revocations = Revocations(engine, self.offering, self.fetching)
         figures = self.asking.figures if asks.servers else None

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker
 
 from kvcached_nixl.errors import SettingsError, StartRefused
+from kvcached_nixl.vllm.adapter.attributes import sides
 from kvcached_nixl.vllm.adapter.neighbours import JUDGED
 from kvcached_nixl.vllm.adapter.versions import HITS_DIVERGE, installed_has
 from kvcached_nixl.vllm.patches import factory
@@ -278,3 +279,41 @@ def test_a_setting_that_is_not_followed_is_named_once(
     on_a_gpu(**extra)
     (line,) = (one for one in said if "kv_connector_extra_config" in one)
     assert all(word in line for word in words)
+
+
+@pytest.fixture
+def inside(engine_over: attention_engines.EngineOver) -> Callable[..., Any]:
+    """inside(extra, ...): our facade of a NixlConnector in a MultiConnector with that extra configuration."""
+
+    def make(extra: dict[str, Any], **fields: Any) -> Any:
+        engine, _ = engine_over(dataclasses.replace(attention_engines.GQA, era=attention_engines.ERAS[0]))
+        extra = {**extra, "connectors": [NIXL]}
+        engine.config.kv_transfer_config = KVTransferConfig(
+            kv_connector="MultiConnector", kv_connector_extra_config=extra, **fields
+        )
+        made = KVConnectorFactory.create_connector(engine.config, KVConnectorRole.SCHEDULER, engine.kv_cache_config)
+        (side,) = sides(made)
+        return side
+
+    return make
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_role_and_policy_are_those_of_the_outermost_connector(
+    inside: Callable[..., Any], role: str, policy: str
+) -> None:
+    """vLLM's scheduler reads them there: a request must not be recomputed here and failed there."""
+    stock = inside({}, kv_role=role, kv_load_failure_policy=policy).engine.stock
+    assert stock.recomputes is (policy == "recompute")
+    assert (stock.is_consumer, stock.is_producer) == (role != "kv_producer", role != "kv_consumer")
+
+
+def test_a_key_of_ours_beside_connectors_is_named(inside: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read of the NIXL connector alone: the server would start without what was asked for."""
+    said: list[str] = []
+    monkeypatch.setattr(factory.logger, "warning", lambda text, *values: said.append(text % values))
+    unread = {"transfer_mode": "push", "prefill": ["http://a"], "memory_path": "host", "queue_timeout": 5}
+    inside({**unread, "trusted_connectors": ["A"], "drain_delay": 1, "another": 1}, kv_role="kv_consumer")
+    named = [line for line in said if "below connectors" in line]
+    assert len(named) == len(unread) and all(any(key in line for line in named) for key in unread)

@@ -18,7 +18,7 @@ from experiments.common.counted import count
 from experiments.common.servers import Running, Server, asks
 from experiments.lease_recovery.arms import PULL, prompts
 
-LONG_TOKENS = 900
+LONG_TOKENS = 700
 QUESTION = {"do_remote_decode": True, "do_remote_prefill": False}
 ENDPOINTS: dict[str, dict[str, Any]] = {
     "completions": {},

@@ -64,6 +64,12 @@ def test_uninstalling_before_vllm_is_imported_takes_the_watch_away(
     assert (state["wrapped"], state["outcomes"]) == ({}, {})
 
 
+def test_a_package_that_cannot_be_read_says_so_in_one_line(own: Environment) -> None:
+    (own.site_packages / "kvcached_nixl" / "activation" / "__init__.py").write_text("(")
+    (line,) = set(own.run("-c", "", **ON).stderr.splitlines())
+    assert "never closed" in line and "unset ENABLE_KVCACHED" in line
+
+
 @pytest.mark.parametrize("left", [False, True], ids=["all gone", "a folder left"])
 def test_a_start_file_that_outlives_the_package_says_so_in_one_line(own: Environment, left: bool) -> None:
     """And nothing at all where nobody asked for kvcached."""
@@ -77,7 +83,7 @@ def test_a_start_file_that_outlives_the_package_says_so_in_one_line(own: Environ
     # site.py runs start files twice in a virtual environment.
     (line,) = set(done.stderr.splitlines())
     assert line.startswith("kvcached_nixl.pth: No module named 'kvcached_nixl")
-    assert "not patched" in line and "delete this .pth file" in line
+    assert "not patched" in line and "unset ENABLE_KVCACHED" in line
 
 
 def test_a_package_of_which_a_part_is_gone_does_not_open_the_gate(own: Environment, tree: Callable[..., Path]) -> None:

@@ -305,6 +305,16 @@ def test_the_byte_equivalence_claim_has_whole_runs(page: str) -> None:
         assert not lacking(json.loads((RESULTS / f"last-{version}.json").read_text()))
 
 
+def test_readme_quotes_the_result_that_it_names() -> None:
+    text = README.read_text()
+    (name,) = re.findall(r"`(experiments/byte_equivalence/results/[^`]*-quick.json)`", text)
+    checks = json.loads((REPOSITORY / name).read_text())["checks"]
+    assert re.search(r"of its (\d+)\srows", text)[1] == str(len(checks))
+    quoted = re.findall(r"  ok  (.+)", text)
+    said = [one["outcome"] for one in checks if one["arm"] == "kvcached P/D, contiguous, pull"]
+    assert len(quoted) == 4 and all(any(line in one for one in said) for line in quoted)
+
+
 SCRIPTS = sorted((REPOSITORY / "experiments").glob("*/run.sh"))
 COMMANDS = [
     *(f"bash experiments/{script.parent.name}/run.sh" for script in SCRIPTS if script.parent.name != "bench"),

@@ -488,7 +488,7 @@ class Engine:
             AskSettings(
                 tuple(map(url_of, kind.asks)),
                 kind.is_required,
-                kind.accepts_params,
+                kind.accepts_params or not kind.asks,
                 is_asked=kind.is_asked,
                 queue_seconds=kind.queue_seconds,
                 max_local_prefill_tokens=kind.local_tokens,

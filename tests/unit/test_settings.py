@@ -150,6 +150,16 @@ def test_a_comparison_that_is_unwanted_is_done_and_said_so(value: Any) -> None:
     assert not list(unheeded({"enforce_handshake_compat": True})) + list(unheeded({"enforce_handshake_compat": "True"}))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("prefill_required", True), ("prefill_api_key_file", "f"), ("queue_timeout", 5), ("max_local_prefill_tokens", 0)],
+)
+def test_what_needs_prefill_servers_is_named_without_them(key: str, value: Any) -> None:
+    (error,) = unheeded({key: value})
+    assert key in error.found and "prefill" in error.expected and "nobody is asked" in error.consequence
+    assert not [*unheeded({key: value, "prefill": "http://a"}), *unheeded({"prefill_required": "False"})]
+
+
 def test_a_buffer_on_the_host_of_an_accelerator_is_a_slab_there() -> None:
     asked = {"transfer_mode": "push"}
     assert staged_on_host(asked, "cuda") == {"transfer_mode": "push", "memory_path": "host"}
@@ -171,6 +181,8 @@ def test_a_buffer_on_the_host_of_an_accelerator_is_a_slab_there() -> None:
         ("verify_fractions", "verify_fraction"),
         ("handover_time_out", "handover_timeout"),
         ("prefil", "prefill"),
+        *((f"prefill_{one}", "prefill") for one in ("url", "urls", "servers")),
+        ("kv_lease", "kv_lease_duration"),
         ("prefill_requried", "prefill_required"),
     ],
 )

@@ -16,6 +16,7 @@ from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.settings import bad, read_flag, read_seconds
 
 KEY_VARIABLE = "KVCACHED_NIXL_PREFILL_API_KEY"
+_ACCEPTS = "accept_kv_transfer_params"
 _UNKNOWN = "It is not known which prefill servers may be asked, or how."
 
 
@@ -26,7 +27,7 @@ class AskSettings:
     Attributes:
         servers: URLs without a path; none if no prefill server is asked.
         is_required: no prompt is computed here because no prefill server answers; it waits.
-        accepts_params: clients, or a router, may name a prefill server in their requests, too. Then clients choose whom
+        accepts_params: clients, or a router, may name a prefill server in their requests. Then clients choose whom
             decode connects to.
         api_key: "" for none.
         is_asked: others may fetch KV from this engine, too (``kv_both``).
@@ -36,7 +37,7 @@ class AskSettings:
 
     servers: tuple[str, ...] = ()
     is_required: bool = False
-    accepts_params: bool = False
+    accepts_params: bool = True
     api_key: str = field(default="", repr=False)
     is_asked: bool = False
     queue_seconds: float = math.inf
@@ -49,12 +50,12 @@ class AskSettings:
         Raises:
             SettingsError: a key has an unusable value.
         """
-        said = extra_config.get("prefill", [])
+        said = extra_config.get("prefill")
         servers = [said] if isinstance(said, str) else said
-        if not isinstance(servers, list) or not all(map(_is_url, servers)):
+        if "prefill" in extra_config and not (isinstance(servers, list) and servers and all(map(_is_url, servers))):
             raise bad("prefill", said, 'URLs of servers without a path, like ["http://prefill:8000"]', _UNKNOWN)
-        flags = (read_flag(extra_config, key, _UNKNOWN) for key in ("prefill_required", "accept_kv_transfer_params"))
-        is_required, accepts = flags
+        is_required = read_flag(extra_config, "prefill_required", _UNKNOWN)
+        accepts = read_flag({_ACCEPTS: not servers, **extra_config}, _ACCEPTS, _UNKNOWN)
         consequence = "Requests would be refused at once, or wait for ever."
         queue_seconds = read_seconds(extra_config, "queue_timeout", math.inf, consequence)
         most_local = extra_config.get("max_local_prefill_tokens")
@@ -62,11 +63,11 @@ class AskSettings:
             expected = "a number of tokens, 0 or more"
             raise bad("max_local_prefill_tokens", most_local, expected, "It is not known which prompts to ask for.")
         if not servers:
-            return cls()
+            return cls(accepts_params=accepts)
         if not is_consumer:
             expected = "no such key with kv_role kv_producer or pipeline stages: such an engine fetches no KV"
             raise bad("prefill", said, expected, _UNKNOWN)
-        urls = tuple(dict.fromkeys(one.rstrip("/") for one in servers))
+        urls = tuple(dict.fromkeys(one.rstrip("/").lower() for one in servers))
         return cls(urls, is_required, accepts, _api_key(extra_config), is_producer, queue_seconds, most_local)
 
 
@@ -75,9 +76,12 @@ def _is_url(said: object) -> bool:
         return False
     try:
         parts = urlsplit(said)
+        # urlsplit drops newlines and tabs.
         return (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
+            said.isprintable()
+            and " " not in said
+            and parts.scheme in ("http", "https")
+            and all((parts.hostname or "").removesuffix(".").split("."))
             and parts.port != 0
             and not (parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc)
         )

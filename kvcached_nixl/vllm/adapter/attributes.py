@@ -54,6 +54,7 @@ ADDRESS = "_kvcached_nixl_address"
 STEP = "kvcached_nixl_step"
 """Of the connector metadata that vLLM sends to every worker: our `Step`."""
 _REPORT = "kvcached_nixl_report"
+_TRANSFER = "_kvcached_nixl_transfer"
 OWNER = "_kvcached_nixl_owner"
 """Of a scheduler: vLLM's engine core around it."""
 
@@ -82,6 +83,17 @@ def connectors(connector: Any) -> Iterator[Any]:
         one = waiting.pop()
         yield one
         waiting += optional(one, "_connectors", ())
+
+
+def mark_outermost(vllm_config: Any) -> None:
+    """Attach the ``kv_transfer_config`` of an engine's outermost connector: ``MultiConnector`` gives its connectors
+    copies of ``vllm_config`` with another one."""
+    vars(vllm_config)[_TRANSFER] = vllm_config.kv_transfer_config
+
+
+def outermost(vllm_config: Any) -> Any:
+    """What `mark_outermost` has attached: vLLM's scheduler and API server read the role and the policy there."""
+    return vars(vllm_config).get(_TRANSFER, vllm_config.kv_transfer_config)
 
 
 def carry(report: Report) -> Any:

@@ -291,6 +291,6 @@ def _matches(specifier: str, version: str | None) -> bool:
     from packaging.version import InvalidVersion, Version
 
     try:
-        return version is not None and SpecifierSet(specifier).contains(Version(version))
+        return version is not None and SpecifierSet(specifier).contains(Version(version), prereleases=False)
     except InvalidVersion:
         return False

@@ -25,9 +25,17 @@ from kvcached_nixl.patching import ANY_PARAMETERS, Call, Patch, Registry
 from kvcached_nixl.processes import has_ancestor
 from kvcached_nixl.scheduler.context import StockScheduler
 from kvcached_nixl.scheduler.facade import build_scheduler
-from kvcached_nixl.settings import SERVER_LOGGER, Settings, TransferMode, staged_on_host, unheeded
+from kvcached_nixl.settings import SERVER_LOGGER, Settings, TransferMode, misplaced, staged_on_host, unheeded
 from kvcached_nixl.vllm import NIXL_PREFIX
-from kvcached_nixl.vllm.adapter.attributes import attach, connectors, optional, private, side_channel_address
+from kvcached_nixl.vllm.adapter.attributes import (
+    attach,
+    connectors,
+    mark_outermost,
+    optional,
+    outermost,
+    private,
+    side_channel_address,
+)
 from kvcached_nixl.vllm.adapter.locate import (
     CONNECTOR_BASE,
     ENGINE_SCHEDULER,
@@ -40,7 +48,13 @@ from kvcached_nixl.vllm.adapter.locate import (
     WORKER_BASE,
     WORKER_PROCESS,
 )
-from kvcached_nixl.vllm.adapter.neighbours import connector_classes, is_tier, require_no_replacement, require_servable
+from kvcached_nixl.vllm.adapter.neighbours import (
+    connector_classes,
+    extras_of,
+    is_tier,
+    require_no_replacement,
+    require_servable,
+)
 from kvcached_nixl.vllm.adapter.requests import RequestReader
 from kvcached_nixl.vllm.adapter.specs import keeps_of, specs_of
 from kvcached_nixl.vllm.adapter.tracing import spans_of
@@ -65,16 +79,25 @@ def create_connector(call: Call) -> Any:
         require_complete(call.registry, str(config.kv_connector))
         require_servable(classes, vllm_config)
         require_reached(call, classes, vllm_config)
+    mark_outermost(vllm_config)
     connector = call.proceed()
     # A class of another package may have made connectors that the configuration does not name.
     made = [type(one) for one in connectors(connector)]
     if any(map(is_nixl, made)):
         require_servable(made, vllm_config)
         require_reached(call, made, vllm_config)
+        if call.argument("role").name == "SCHEDULER":
+            _name_misplaced(config)
     for one in connectors(connector):
         if is_tier(type(one)) and (nixl := next((two for two in connectors(connector) if is_nixl(type(two))), None)):
             serve(one, nixl, call.argument("role").name, call.argument("kv_cache_config"))
     return connector
+
+
+def _name_misplaced(config: Any) -> None:
+    for extra in extras_of(config):
+        for error in misplaced(extra) if "connectors" in extra else ():
+            logger.warning("%s", error.line)
 
 
 # Any parameters: a changed signature would refuse this patch, and so leave the gate open.
@@ -110,7 +133,7 @@ def construct(call: Call) -> None:
 
 def stock_scheduler(config: Any, kv_cache_config: Any) -> StockScheduler:
     """Source: ``v1/nixl/base_scheduler.py``."""
-    transfer = config.kv_transfer_config
+    transfer, engine = config.kv_transfer_config, outermost(config)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     windows = [spec for of_group in specs for spec in specs_of(of_group) if keeps_of(spec) is Keeps.WINDOW]
     return StockScheduler(
@@ -121,10 +144,10 @@ def stock_scheduler(config: Any, kv_cache_config: Any) -> StockScheduler:
         window_kinds=[type(spec).__name__ for spec in windows],
         output_checks=_output_checks(config),
         zeroes_blocks=bool(private(kv_cache_config, "needs_kv_cache_zeroing")),
-        recomputes=transfer.kv_load_failure_policy == "recompute",
+        recomputes=engine.kv_load_failure_policy == "recompute",
         max_num_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
-        is_consumer=bool(transfer.is_kv_consumer),
-        is_producer=bool(transfer.is_kv_producer),
+        is_consumer=bool(engine.is_kv_consumer),
+        is_producer=bool(engine.is_kv_producer),
         reader=RequestReader(config),
         spans=spans_of(config),
         extra_config=transfer.kv_connector_extra_config,

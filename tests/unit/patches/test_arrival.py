@@ -113,7 +113,8 @@ def test_what_the_client_holds_is_left_alone() -> None:
         (("http://p",), False, False, 5),
         (("http://p",), True, False, 4),
         (("http://p",), False, True, 4),
-        ((), False, False, 4),
+        ((), True, False, 4),
+        ((), False, False, 5),
     ],
 )
 def test_a_server_that_offers_nothing_computes_the_whole_prompt(

@@ -16,16 +16,20 @@ def read(extra_config: dict[str, Any], *, is_consumer: bool = True) -> AskSettin
     return AskSettings.from_extra_config(extra_config, is_consumer=is_consumer, is_producer=False)
 
 
-@pytest.mark.parametrize("extra", [{}, {"prefill": []}])
-def test_nobody_is_asked(extra: dict[str, Any]) -> None:
-    assert read(extra) == AskSettings()
+@pytest.mark.parametrize(
+    ("extra", "accepts"),
+    [({}, True), ({"accept_kv_transfer_params": False}, False), ({"prefill_required": "false"}, True)],
+)
+def test_nobody_is_asked(extra: dict[str, Any], accepts: bool) -> None:
+    """Then clients may name a prefill server, unless they may not."""
+    assert read(extra) == AskSettings(accepts_params=accepts)
 
 
 @pytest.mark.parametrize(
     ("said", "servers"),
     [
         ("http://a:8000", ("http://a:8000",)),
-        (["http://a:8000/", "https://b", "http://a:8000"], ("http://a:8000", "https://b")),
+        (["http://a:8000/", "https://b", "http://A:8000"], ("http://a:8000", "https://b")),
         ("http://[::1]:8000", ("http://[::1]:8000",)),
     ],
 )
@@ -38,7 +42,9 @@ def test_servers(said: Any, servers: tuple[str, ...]) -> None:
 NO_SERVERS = ["a:8000", "ftp://a", "http://", "http://a:99999", "http://a/v1", "http://:p@a", "http://a?b", [1], {}, 7]
 
 
-@pytest.mark.parametrize("said", [*NO_SERVERS, {"a": 1}])
+@pytest.mark.parametrize(
+    "said", [*NO_SERVERS, {"a": 1}, [], None, "http://a\n", "http://a b", "http://a..b", "http://."]
+)
 def test_what_is_no_server(said: Any) -> None:
     with pytest.raises(SettingsError, match="URLs of servers without a path"):
         read({"prefill": said})
