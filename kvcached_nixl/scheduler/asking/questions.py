@@ -37,6 +37,7 @@ _OF_DECODE = (
     FailureCause.QUEUE_TIMEOUT,
 )
 """For all others prefill may be to blame, or this prompt."""
+OWN = Outcome("it is this engine itself; expected another server", is_own=True)
 Found: TypeAlias = Mapping[str, Any] | Outcome
 """``kv_transfer_params`` of a server, or why there are none."""
 
@@ -108,10 +109,9 @@ class Questions:
         if isinstance(found, Outcome):
             return [self._failed(number, found)]
         server = wanted.tried[-1]
-        server.is_own = found.get("remote_engine_id") == self._own_engine_id
         self._servers.heard(server, engine_in(found))
         if (unusable := self.unusable(found, wanted)) is not None:
-            self._unneeded += () if server.is_own else (found,)
+            self._unneeded += () if unusable.is_own else (found,)
             return [self._failed(number, unusable)]
         self.close(wanted, Ended.ANSWERED)
         overtaken = self._servers.answered(server, number, queued_tokens_in(found))
@@ -186,7 +186,7 @@ class Questions:
         if params.get("do_remote_prefill") is not True:
             return Outcome("it offers no KV; expected do_remote_prefill in kv_transfer_params")
         if params.get("remote_engine_id") == self._own_engine_id:
-            return Outcome("it is this engine itself; expected another server")
+            return OWN
         if wanted.named is not None and engine_in(params) != wanted.named:
             reason = "another engine has answered than before; it was restarted, or is one of several"
             return Outcome(reason, is_of_engine=True)
@@ -228,10 +228,12 @@ class Questions:
         return ended
 
     def _has_cached(self, server: Server, wanted: Wanted | None, params: Mapping[str, Any]) -> None:
-        server.is_own = params.get("remote_engine_id") == self._own_engine_id
+        is_own = params.get("remote_engine_id") == self._own_engine_id
+        if is_own and not server.has_others:
+            self._servers.failed(server, OWN)
         server.has_clients = params.get(HAS_CLIENTS_KEY) is True
         server.queued_tokens, server.queued_seconds = queued_tokens_in(params), self._servers.clock.now_seconds()
-        num_offered = 0 if server.is_own else offered_tokens_in(params)
+        num_offered = 0 if is_own else offered_tokens_in(params)
         if wanted is not None:
             wanted.cached[server] = min(num_offered or cached_tokens_in(params), wanted.request.num_prompt_tokens)
         if num_offered and wanted is not None:

@@ -73,7 +73,7 @@ class Server:
         checked_seconds: when it was asked last whether it is well.
         busy_since_seconds: when it said first to be busy, and has answered nobody since; 0 if it did not.
         queued_tokens: tokens of all prompts in its queue, as it has said at ``queued_seconds``.
-        is_own: it is this engine's own server, as far as its last answer says.
+        has_others: another engine than this one has answered.
         has_clients: it may have clients of its own, as far as it has said.
         answers_look_ups: it has said in time how much of the last prompt it has cached. Else nobody waits for it.
     """
@@ -96,7 +96,7 @@ class Server:
     busy_since_seconds: float = 0.0
     queued_tokens: int = 0
     queued_seconds: float = 0.0
-    is_own: bool = False
+    has_others: bool = False
     has_clients: bool = False
     answers_look_ups: bool = True
 
@@ -107,6 +107,11 @@ class Server:
     def is_busy(self) -> bool:
         """Whether it rests because it was busy, so that it is worth waiting for."""
         return self.failure is not None and self.failure.is_busy
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this engine's own server was the last behind it, or still is."""
+        return self.failure is not None and self.failure.is_own
 
     def num_tokens(self, now_seconds: float) -> int:
         """How many tokens of prompts it has to compute."""
@@ -200,20 +205,19 @@ class Servers:
         def may_have(one: Server) -> int:
             return cached.get(one, num_known if one is knowing else 0)
 
-        def order(one: Server) -> tuple[bool, bool, bool, bool, bool, bool, float, int]:
+        def order(one: Server) -> tuple[bool, bool, bool, bool, bool, float, int]:
             rests, rests_seconds = self.rests(one), max(0.0, one.rests_until_seconds - now)
             num_here = (num_tokens - may_have(one)) * (2 if one.has_clients else 1)
             refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.refused_seconds + LONGEST_PAUSE_SECONDS
             last = refuses, rests and not one.is_busy, rests_seconds, one.num_tokens(now) + num_here
-            return one in lacking, one.is_own, rests, one in tried, *last
+            return one in lacking, rests, one in tried, *last
 
         found = min(self.all, key=order)
         return Choice(found, found.num_tokens(now), num_tokens - may_have(found))
 
     def those_for(self, lacking: Collection[Server]) -> list[Server]:
-        """Returns the servers that do not lack what a prompt needs; this engine's own only if there is no other."""
-        found = [one for one in self.all if one not in lacking]
-        return [one for one in found if not one.is_own] or found
+        """Returns the servers that do not lack what a prompt needs."""
+        return [one for one in self.all if one not in lacking]
 
     def that_may_have(
         self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, most: int, rest_tokens: int
@@ -222,10 +226,7 @@ class Servers:
         some others; if it has nearly all, only that one, or none if no offer is wanted. None if there is no choice.
         If a server has all but ``rest_tokens``, its offer is wanted; 0 if none is."""
         knowing, num_known = self._find(hashes)
-        # One that has said to be this engine says so again now and then: others may be behind the same URL.
-        said_seconds = self.clock.now_seconds() - LONGEST_PAUSE_SECONDS
-        is_own = [one for one in self.all if one.is_own and one.queued_seconds > said_seconds]
-        found = [one for one in self.all if not (self.rests(one) or one in is_own or one in tried)]
+        found = [one for one in self.all if not (self.rests(one) or one in tried)]
         nearly_all = num_tokens - max(rest_tokens, STRIDE * self._block_tokens)
         if knowing is not None and knowing in found and num_known > nearly_all:
             return [knowing] if rest_tokens else []
@@ -239,7 +240,8 @@ class Servers:
         the others, or another server may: where all have failed, each prompt would wait for those before it."""
         if server.trial is not None and server.trial.server is not server:
             server.trial = None
-        is_on_trial = server.trial is not None and (self._computes or any(map(_is_reached, self.all)))
+        counts = self._computes or server.is_own or any(map(_is_reached, self.all))
+        is_on_trial = server.trial is not None and counts
         return is_on_trial or server.rests_until_seconds > self.clock.now_seconds()
 
     @property
@@ -295,7 +297,7 @@ class Servers:
         """A server has answered with parameters, and says what is in its queue. Returns the questions whose answers are
         not waited for any longer, since it has answered a much later one."""
         now = server.last_sign_seconds = self.clock.now_seconds()
-        server.num_refused, server.busy_since_seconds = 0, 0.0
+        server.num_refused, server.busy_since_seconds, server.has_others = 0, 0.0, True
         server.queued_tokens, server.queued_seconds = queued_tokens, now
         last_seconds = now - VAIN_SILENCES * self._silence_seconds
         return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
@@ -330,12 +332,16 @@ class Servers:
         server.num_failures += 1
         if failure.is_of_server and not failure.is_busy:
             server.num_outages, server.last_engine = server.num_outages + 1, None
-        if not failure.is_of_server and server.num_failures < FAILURES_IN_A_ROW:
+        # Others may be behind the same URL: that is seen now and then.
+        is_own = failure.is_own and not server.has_others
+        if not (failure.is_of_server or is_own) and server.num_failures < FAILURES_IN_A_ROW:
             return
         pause_seconds = min(SHORTEST_PAUSE_SECONDS * 2.0 ** min(server.num_failures - 1, 10), LONGEST_PAUSE_SECONDS)
         pause_seconds = max(failure.retry_after_seconds, pause_seconds * self.random.uniform(0.5, 1))
+        pause_seconds = LONGEST_PAUSE_SECONDS if is_own else pause_seconds
         if server.failure is None:
-            logger.warning("Prefill server %s is not asked for %.1f s: %s", server, pause_seconds, failure.reason)
+            level = logging.INFO if is_own else logging.WARNING
+            logger.log(level, "Prefill server %s is not asked for %.1f s: %s", server, pause_seconds, failure.reason)
         server.failure, server.rests_until_seconds = failure, now + pause_seconds
 
     @property
@@ -373,4 +379,4 @@ class Servers:
 
 
 def _is_reached(server: Server) -> bool:
-    return (server.failure is None or server.is_busy) and not server.is_own
+    return server.failure is None or server.is_busy

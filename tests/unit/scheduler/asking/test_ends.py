@@ -11,6 +11,7 @@ from support.clocks import ManualClock
 from support.engine_fakes import with_states
 from support.internals import leftovers
 
+from kvcached_nixl.scheduler.asking.questions import OWN
 from kvcached_nixl.scheduler.asking.wanted import GRAMMAR_SECONDS, QueueLimit
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.question import AskFailed, Outcome, read_answer
@@ -184,7 +185,7 @@ def test_a_refused_prompt_is_not_asked_for_again_while_another_server_rests(
     decode = Decode("http://p1", "http://p2", is_required=is_required, num_free=10_000)
     other = decode.by_url("http://p2")
     if rests == "own":
-        other.is_own = True
+        decode.asking.servers.failed(other, OWN)
     else:
         other.rests_until_seconds = decode.clock.now_seconds() + 30
     decode.arrives("a", adapter=adapter)
@@ -260,7 +261,7 @@ def test_who_waits_for_busy_servers_does_not_ask_its_own(adapter: str, policy: d
     own = decode.by_url("http://own")
     itself = {**ANSWER, "remote_engine_id": decode.asking.questions._own_engine_id}
     if knows:
-        own.is_own = True
+        decode.asking.servers.failed(own, OWN)
     else:
         for one in ("http://p1", "http://p2"):
             decode.by_url(one).asked[10**6] = 4096, 0.0
@@ -276,6 +277,36 @@ def test_who_waits_for_busy_servers_does_not_ask_its_own(adapter: str, policy: d
     decode.clock.advance(3)
     decode.turn()
     assert decode.number("a") in decode.asking.questions.asked and decode.url("a") != "http://own"
+
+
+@pytest.mark.parametrize("says", ["answer", "look-up"])
+@pytest.mark.parametrize("outcome", [DEAD, BUSY], ids=["dead", "busy"])
+@pytest.mark.parametrize("policy", [{"is_required": True, "recomputes": False}, {}], ids=["required", "computes"])
+def test_one_that_was_this_engine_itself_is_asked_again(policy: dict[str, bool], outcome: Outcome, says: str) -> None:
+    """What balances connections has this server and others behind it. Then the server beside it goes away."""
+    decode = Decode("http://service", "http://p", num_free=10_000, **policy)  # type: ignore[arg-type]
+    service = decode.by_url("http://service")
+    itself = {**ANSWER, "remote_engine_id": decode.asking.questions._own_engine_id}
+    decode.by_url("http://p").asked[10**6] = 4096, 0.0
+    if says == "look-up":
+        decode.asker.says = {"http://service": itself}
+        decode.arrives("first", num_prompt_tokens=16 * BLOCK)
+    else:
+        decode.arrives("first")
+        decode.answers("first", itself)
+    assert decode.url("first") == "http://p" and service.is_own
+    decode.answers("first", outcome)
+    served = []
+    for place in range(40):
+        decode.arrives(f"r{place}")
+        for number, wanted in [*decode.asking.questions.asked.items()]:
+            is_away = wanted.tried[-1] is not service
+            served += [] if is_away else [wanted.request.request_id]
+            decode.asker.answers.append((number, outcome if is_away else itself if len(served) % 10 == 9 else ANSWER))
+        decode.turn()
+        decode.asking.computed([Step(one, 16 * BLOCK) for one in served])  # type: ignore[misc]
+        decode.clock.advance(3)
+    assert len(served) > 20 and "r39" in served
 
 
 @pytest.mark.parametrize("adapter", ["", "known"])
