@@ -68,6 +68,7 @@ class Server:
         failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
         trial: the last that it was asked for after a failure; None if it serves again.
+        trial_until_seconds: then the next one is the trial: this one's answer may be lost, or decode not begin it.
         refused_seconds: when it has refused a prompt last.
         last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
         checked_seconds: when it was asked last whether it is well.
@@ -90,6 +91,7 @@ class Server:
     failure: Outcome | None = None
     rests_until_seconds: float = 0.0
     trial: Trial | None = None
+    trial_until_seconds: float = 0.0
     refused_seconds: float = 0.0
     last_sign_seconds: float = 0.0
     checked_seconds: float = 0.0
@@ -148,7 +150,7 @@ class Servers:
 
     Attributes:
         all: at this moment.
-        rested_at_seconds: when the pause of the next one ends, as `note_rests` has found; None if none does.
+        rested_at_seconds: when the pause, or trial, of the next one ends, as `note_rests` has found; None if none does.
         resolver: looks up where they are.
         random: decides between equals, and jitters pauses.
     """
@@ -238,11 +240,12 @@ class Servers:
     def rests(self, server: Server) -> bool:
         """Whether a server is not asked now: its pause lasts, or it is on trial. That counts only if decode computes
         the others, or another server may: where all have failed, each prompt would wait for those before it."""
-        if server.trial is not None and server.trial.server is not server:
+        now = self.clock.now_seconds()
+        if server.trial is not None and (server.trial.server is not server or now >= server.trial_until_seconds):
             server.trial = None
         counts = self._computes or server.is_own or any(map(_is_reached, self.all))
         is_on_trial = server.trial is not None and counts
-        return is_on_trial or server.rests_until_seconds > self.clock.now_seconds()
+        return is_on_trial or server.rests_until_seconds > now
 
     @property
     def have_changed(self) -> bool:
@@ -253,8 +256,8 @@ class Servers:
         """Returns whether `have_changed`."""
         # First: a pause that ends meanwhile is looked at again.
         now = self.clock.now_seconds()
-        pauses = (one.rests_until_seconds for one in self.all if one.rests_until_seconds > now)
-        self.rested_at_seconds = min(pauses, default=None)
+        ends = (at for one in self.all for at in (one.rests_until_seconds, one.trial_until_seconds) if at > now)
+        self.rested_at_seconds = min(ends, default=None)
         before, self._noted = self._noted, self._rests_now()
         return before != self._noted
 
@@ -264,7 +267,7 @@ class Servers:
     def tries(self, server: Server, trial: Trial) -> None:
         """A server is asked for a request, or what it has cached is fetched."""
         if server.failure is not None and not server.is_busy:
-            server.trial = trial
+            server.trial, server.trial_until_seconds = trial, self.clock.now_seconds() + self._silence_seconds
             # Whoever waits for it has to be woken when that ends.
             self._noted = frozenset()
 

@@ -401,6 +401,37 @@ def test_one_prompt_shows_whether_a_server_serves_again(
     assert decode.is_asked("a") or expected == "computed", "it waits no longer"
 
 
+@pytest.mark.parametrize("is_answered", [False, True], ids=["its answer is lost", "decode does not begin it"])
+@pytest.mark.parametrize("adapter", ["", "new"])
+def test_a_trial_ends_after_a_time_limit(adapter: str, is_answered: bool) -> None:
+    """Else all others would be computed here, or wait for the only server with their adapter, for as long as it."""
+    decode = Decode("http://p1", "http://p2", recomputes=not adapter, goes_by_priority=True, num_free=10_000)
+    if not adapter:
+        decode.asking.servers.all.remove(decode.by_url("http://p2"))
+    else:
+        decode.by_url("http://p2").asked[10**6] = 4096, 0.0
+    decode.asking.servers.failed(decode.by_url("http://p1"), DEAD)
+    decode.clock.advance(1)
+    decode.arrives("trial", priority=5)
+    until_seconds = decode.clock.now_seconds() + SILENCE_SECONDS
+    if is_answered:
+        decode.answers("trial")
+    decode.arrives("a", adapter=adapter)
+    if adapter:
+        decode.answers("a", MISSING)
+        due_at_seconds = decode.asking.due_at_seconds
+        assert decode.url("a") == "http://p2" and due_at_seconds is not None and due_at_seconds <= until_seconds
+    else:
+        assert not decode.is_asked("a") and "a" in decode.fetching.refused
+    decode.clock.advance(SILENCE_SECONDS)
+    assert decode.asking.has_news is bool(adapter)
+    decode.turn()
+    if not adapter:
+        decode.arrives("b")
+        decode.arrives("c")
+    assert decode.url("b" if not adapter else "a") == "http://p1" and not decode.is_asked("c")
+
+
 # ------------------------------------------------------- sequences that once ended badly, or in a look at all that wait
 
 
