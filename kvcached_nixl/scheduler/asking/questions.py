@@ -164,22 +164,25 @@ class Questions:
         """A request has no use of the server that was asked for it."""
         wanted.outcome = outcome
         wanted.num_lost += outcome.has_prompt
+        # What was refused counts for the next question only: the other server may not be there for long.
+        wanted.lacking.difference_update(wanted.tried)
         if outcome.is_of_adapter:
             wanted.lacking.add(wanted.tried.pop())
         elif outcome.is_busy or outcome.is_of_engine:
             wanted.tried.pop()
         elif outcome.is_of_server and self._is_required and wanted.num_lost <= MOST_LOST:
             wanted.tried.clear()
+        elif outcome.is_final:
+            wanted.lacking.add(wanted.tried[-1])
 
     def has_tries(self, wanted: Wanted) -> bool:
-        """Whether a server is asked for it once more. Adapters are spread over servers: one of them may have it, and is
-        waited for if it is busy, or on trial."""
-        if wanted.outcome.is_of_adapter:
-            others = (one for one in self._servers.all if one not in wanted.lacking and not one.is_own)
-            return any(one.is_busy or one.trial is not None or not self._servers.rests(one) for one in others)
-        is_left = self._servers.choose(*wanted.choice).server not in wanted.tried
-        is_harmless = wanted.num_lost <= MOST_LOST
-        return is_harmless and (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES
+        """Whether a server is asked for it once more. What one refuses, another one may take, if it is there, or on
+        trial. Adapters are spread over servers: one of them may have it, and is waited for whenever it is there."""
+        outcome, others = wanted.outcome, self._servers.those_for(wanted.lacking)
+        if outcome.is_of_adapter:
+            return any(not (one.is_own and self._servers.pauses(one)) for one in others)
+        is_left = not outcome.is_final or not all(map(self._servers.pauses, others))
+        return is_left and wanted.num_lost <= MOST_LOST and len(wanted.tried) < MOST_TRIES
 
     def unusable(self, params: Mapping[str, Any], wanted: Wanted) -> Outcome | None:
         """Why an answer cannot be used; None if it can."""

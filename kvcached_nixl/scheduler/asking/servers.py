@@ -237,6 +237,9 @@ class Servers:
         self.random.shuffle(found)
         return sorted(found, key=lambda one: one is not knowing)[:most]
 
+    def pauses(self, server: Server) -> bool:
+        return server.rests_until_seconds > self.clock.now_seconds()
+
     def rests(self, server: Server) -> bool:
         """Whether a server is not asked now: its pause lasts, or it is on trial. That counts only if decode computes
         the others, or another server may: where all have failed, each prompt would wait for those before it."""
@@ -245,7 +248,7 @@ class Servers:
             server.trial = None
         counts = self._computes or server.is_own or any(map(_is_reached, self.all))
         is_on_trial = server.trial is not None and counts
-        return is_on_trial or server.rests_until_seconds > now
+        return is_on_trial or self.pauses(server)
 
     @property
     def have_changed(self) -> bool:

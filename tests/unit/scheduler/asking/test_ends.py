@@ -192,6 +192,46 @@ def test_a_refused_prompt_is_not_asked_for_again_while_another_server_rests(
     for _ in range(3):
         if "a" not in decode.fetching.refused and "a" not in decode.blocks.released:
             decode.answers("a", MISSING)
+    waits = bool(adapter) and is_required and rests == "dead"
+    assert ("a" in decode.fetching.refused) is not waits
+
+
+@pytest.mark.parametrize("policy", [{}, {"is_required": True}], ids=["fail", "required"])
+@pytest.mark.parametrize("is_on_trial", [True, False], ids=["trial", "pause"])
+@pytest.mark.parametrize(("adapter", "outcome"), [("new", MISSING), ("", TOO_LONG)], ids=["adapter", "too long"])
+def test_what_one_refuses_waits_for_one_that_may_take_it(
+    adapter: str, outcome: Outcome, is_on_trial: bool, policy: dict[str, bool]
+) -> None:
+    """p1 was restarted. A prompt without an adapter that is too long for p2 does not wait for its pause to end."""
+    decode = Decode("http://p1", "http://p2", recomputes=False, num_free=10_000, **policy)  # type: ignore[arg-type]
+    decode.by_url("http://p2").asked[10**6] = 4096, 0.0
+    decode.asking.servers.failed(decode.by_url("http://p1"), DEAD)
+    if is_on_trial:
+        decode.clock.advance(1)
+        decode.arrives("trial")
+        assert decode.url("trial") == "http://p1"
+    decode.arrives("a", adapter=adapter)
+    assert decode.url("a") == "http://p2"
+    decode.answers("a", outcome)
+    assert ("a" in decode.fetching.refused) is (not adapter and not is_on_trial)
+    if is_on_trial:
+        decode.answers("trial")
+        decode.asking.computed([Step("trial")])  # type: ignore[list-item]
+    decode.clock.advance(1)
+    decode.turn()
+    assert decode.url("a") == "http://p1" or "a" in decode.fetching.refused
+
+
+@pytest.mark.parametrize("is_required", [False, True])
+@pytest.mark.parametrize("first", [DEAD, BUSY], ids=["dead", "busy"])
+def test_what_one_refuses_ends_also_if_the_other_is_away(first: Outcome, is_required: bool) -> None:
+    decode = Decode("http://p1", "http://p2", recomputes=False, is_required=is_required, num_free=10_000)
+    decode.arrives("a")
+    for _ in range(20):
+        if decode.number("a") in decode.asking.questions.asked:
+            decode.answers("a", TOO_LONG if decode.url("a") == "http://p2" else first)
+        decode.clock.advance(3)
+        decode.turn()
     assert "a" in decode.fetching.refused
 
 
