@@ -129,11 +129,9 @@ class Questions:
 
     def lost(self, wanted: Wanted, failure: HandOverFailed) -> Outcome:
         """The KV of a request that goes on does not come."""
-        cause, has_adapter = failure.cause, bool(wanted.question.adapter)
-        is_of_adapter = has_adapter and cause is FailureCause.DIGEST
-        # Where prefill sends KV, an adapter of another version is found by an answer only.
-        is_unproven = cause is FailureCause.UNREACHABLE or (has_adapter and cause is FailureCause.DEADLINE)
-        is_of_engine = wanted.named is not None and is_unproven
+        cause = failure.cause
+        is_of_adapter = bool(wanted.question.adapter) and cause is FailureCause.DIGEST
+        is_of_engine = wanted.named is not None and cause is FailureCause.UNREACHABLE
         is_of_server = cause in _OF_SERVER and not is_of_engine
         # A server whose KV never comes costs a prompt a whole timeout, and its blocks for longer.
         pause_seconds = LONGEST_PAUSE_SECONDS if cause is FailureCause.DEADLINE else 0.0
