@@ -174,6 +174,8 @@ class Servers:
         self.all = [Server(url) for url in urls]
         self.rested_at_seconds: float | None = None
         self._noted: frozenset[tuple[Server, bool]] = frozenset()
+        # For single prompts, since `note_rests`.
+        self._failed: set[Server] = set()
         # Not at their name's addresses any more, but they owe answers.
         self._leaving: list[Server] = []
         # With how often the server had failed then: one that was restarted has nothing cached.
@@ -256,7 +258,8 @@ class Servers:
         return self._noted != self._rests_now()
 
     def note_rests(self) -> bool:
-        """Returns whether `have_changed`."""
+        """Returns whether `have_changed`. Called before each step."""
+        self._failed.clear()
         # First: a pause that ends meanwhile is looked at again.
         now = self.clock.now_seconds()
         ends = (at for one in self.all for at in (one.rests_until_seconds, one.trial_until_seconds) if at > now)
@@ -332,9 +335,10 @@ class Servers:
                 logger.warning("Prefill server %s refuses prompts, and is asked last: %s", server, failure.reason)
             return
         server.engine = None
-        if now < server.rests_until_seconds:
-            # Those that were asked together fail together.
+        if now < server.rests_until_seconds or (server in self._failed and not failure.is_of_server):
+            # Those that were asked together fail together; and all do if decode's own host was suspended.
             return
+        self._failed.add(server)
         server.num_failures += 1
         if failure.is_of_server and not failure.is_busy:
             server.num_outages, server.last_engine = server.num_outages + 1, None

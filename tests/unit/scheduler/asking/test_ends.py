@@ -383,6 +383,26 @@ def test_a_server_that_answers_and_whose_kv_never_comes_is_asked_less(cause: Fai
     assert not decode.by_url("http://bad").num_failures if cause.label in OF_DECODE else sum(asked) <= 5
 
 
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_servers_do_not_pay_for_decode_that_was_suspended(is_dead: bool) -> None:
+    """For longer than ``handover_timeout``, with several hand-overs of each under way: all are late at once."""
+    decode = Decode("http://p1", "http://p2", recomputes=False, num_free=10_000)
+    for place in range(10):
+        decode.arrives(f"r{place}")
+        decode.answers(f"r{place}")
+    decode.clock.advance(SILENCE_SECONDS + 1)
+    for place in range(10):
+        decode.fetching.failures[f"r{place}"] = HandOverFailed(FailureCause.DEADLINE, "late")
+        decode.asking.holds_again(decode.blocks.requests[f"r{place}"])  # type: ignore[arg-type]
+    if is_dead:
+        decode.asking.servers.failed(decode.by_url("http://p1"), DEAD)
+    decode.turn()
+    assert [one.num_failures for one in map(decode.by_url, ("http://p1", "http://p2"))] == [2 if is_dead else 1, 1]
+    assert {one.url for one in decode.asking.servers.all if not decode.asking.servers.rests(one)} == (
+        {"http://p2"} if is_dead else {"http://p1", "http://p2"}
+    )
+
+
 def fails(decode: Decode, name: str, cause: FailureCause) -> bool:
     """Whether the server whose KV does not come was asked for a prompt."""
     decode.arrives(name)
