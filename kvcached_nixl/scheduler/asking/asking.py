@@ -346,8 +346,8 @@ class Asking:
         self.local.break_even.begins(wanted.request.request_id, choice.num_tokens, is_local=False)
         question = wanted.question
         # While prefill computes others, this one's blocks are better used here. After a rolling restart no server has
-        # the engine that answered last; and that an adapter has another version is found by an answer only.
-        may_name = self._pushes and not choice.num_before and wanted.named is None
+        # the engine that answered last.
+        may_name = self._pushes and not choice.num_before and not wanted.outcome.is_of_engine
         wanted.named = server.engine if may_name else None
         if wanted.named is not None:
             # Never used again: prefill would pair it with another request.

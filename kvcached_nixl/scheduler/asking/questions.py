@@ -129,9 +129,11 @@ class Questions:
 
     def lost(self, wanted: Wanted, failure: HandOverFailed) -> Outcome:
         """The KV of a request that goes on does not come."""
-        cause = failure.cause
-        is_of_adapter = bool(wanted.question.adapter) and cause is FailureCause.DIGEST
-        is_of_engine = wanted.named is not None and cause is FailureCause.UNREACHABLE
+        cause, has_adapter = failure.cause, bool(wanted.question.adapter)
+        is_of_adapter = has_adapter and cause is FailureCause.DIGEST
+        # Where prefill sends KV, an adapter of another version is found by an answer only.
+        is_unproven = cause is FailureCause.UNREACHABLE or (has_adapter and cause is FailureCause.DEADLINE)
+        is_of_engine = wanted.named is not None and is_unproven
         is_of_server = cause in _OF_SERVER and not is_of_engine
         # A server whose KV never comes costs a prompt a whole timeout, and its blocks for longer.
         pause_seconds = LONGEST_PAUSE_SECONDS if cause is FailureCause.DEADLINE else 0.0
@@ -166,7 +168,8 @@ class Questions:
         wanted.lacking.difference_update(wanted.tried)
         if outcome.is_of_adapter:
             wanted.lacking.add(wanted.tried.pop())
-        elif outcome.is_busy or outcome.is_of_engine:
+        elif outcome.is_busy or (outcome.is_of_engine and not outcome.retry_after_seconds):
+            # KV that is late has cost a whole timeout, whosever fault it was.
             wanted.tried.pop()
         elif outcome.is_of_server and self._is_required and wanted.num_lost <= MOST_LOST:
             wanted.tried.clear()
