@@ -269,6 +269,7 @@ class Outcome(msgspec.Struct, frozen=True):
         is_busy: the server cannot take requests now.
         is_of_adapter: it may be for the prompt's adapter, which the server lacks, or has in another version.
         is_of_engine: the engine that was named to decode is not there; the server may have another one by now.
+        is_own: decode's own engine has answered.
         has_prompt: the server had the whole prompt when its connection ended, or has answered nothing since.
         retry_after_seconds: what it said.
     """
@@ -279,6 +280,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_busy: bool = False
     is_of_adapter: bool = False
     is_of_engine: bool = False
+    is_own: bool = False
     has_prompt: bool = False
     retry_after_seconds: float = 0.0
 

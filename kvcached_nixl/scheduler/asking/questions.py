@@ -37,6 +37,7 @@ _OF_DECODE = (
     FailureCause.QUEUE_TIMEOUT,
 )
 """For all others prefill may be to blame, or this prompt."""
+OWN = Outcome("it is this engine itself; expected another server", is_own=True)
 Found: TypeAlias = Mapping[str, Any] | Outcome
 """``kv_transfer_params`` of a server, or why there are none."""
 
@@ -108,10 +109,9 @@ class Questions:
         if isinstance(found, Outcome):
             return [self._failed(number, found)]
         server = wanted.tried[-1]
-        server.is_own = found.get("remote_engine_id") == self._own_engine_id
         self._servers.heard(server, engine_in(found))
         if (unusable := self.unusable(found, wanted)) is not None:
-            self._unneeded += () if server.is_own else (found,)
+            self._unneeded += () if unusable.is_own else (found,)
             return [self._failed(number, unusable)]
         self.close(wanted, Ended.ANSWERED)
         overtaken = self._servers.answered(server, number, queued_tokens_in(found))
@@ -164,29 +164,33 @@ class Questions:
         """A request has no use of the server that was asked for it."""
         wanted.outcome = outcome
         wanted.num_lost += outcome.has_prompt
+        # What was refused counts for the next question only: the other server may not be there for long.
+        wanted.lacking.difference_update(wanted.tried)
         if outcome.is_of_adapter:
             wanted.lacking.add(wanted.tried.pop())
-        elif outcome.is_busy or outcome.is_of_engine:
+        elif outcome.is_busy or (outcome.is_of_engine and not outcome.retry_after_seconds):
+            # KV that is late has cost a whole timeout, whosever fault it was.
             wanted.tried.pop()
         elif outcome.is_of_server and self._is_required and wanted.num_lost <= MOST_LOST:
             wanted.tried.clear()
+        elif outcome.is_final:
+            wanted.lacking.add(wanted.tried[-1])
 
     def has_tries(self, wanted: Wanted) -> bool:
-        """Whether a server is asked for it once more. Adapters are spread over servers: one of them may have it, and is
-        waited for if it is busy, or on trial."""
-        if wanted.outcome.is_of_adapter:
-            others = (one for one in self._servers.all if one not in wanted.lacking and not one.is_own)
-            return any(one.is_busy or one.trial is not None or not self._servers.rests(one) for one in others)
-        is_left = self._servers.choose(*wanted.choice).server not in wanted.tried
-        is_harmless = wanted.num_lost <= MOST_LOST
-        return is_harmless and (is_left or not wanted.outcome.is_final) and len(wanted.tried) < MOST_TRIES
+        """Whether a server is asked for it once more. What one refuses, another one may take, if it is there, or on
+        trial. Adapters are spread over servers: one of them may have it, and is waited for whenever it is there."""
+        outcome, others = wanted.outcome, self._servers.those_for(wanted.lacking)
+        if outcome.is_of_adapter:
+            return any(not (one.is_own and self._servers.pauses(one)) for one in others)
+        is_left = not outcome.is_final or not all(map(self._servers.pauses, others))
+        return is_left and wanted.num_lost <= MOST_LOST and len(wanted.tried) < MOST_TRIES
 
     def unusable(self, params: Mapping[str, Any], wanted: Wanted) -> Outcome | None:
         """Why an answer cannot be used; None if it can."""
         if params.get("do_remote_prefill") is not True:
             return Outcome("it offers no KV; expected do_remote_prefill in kv_transfer_params")
         if params.get("remote_engine_id") == self._own_engine_id:
-            return Outcome("it is this engine itself; expected another server")
+            return OWN
         if wanted.named is not None and engine_in(params) != wanted.named:
             reason = "another engine has answered than before; it was restarted, or is one of several"
             return Outcome(reason, is_of_engine=True)
@@ -228,10 +232,12 @@ class Questions:
         return ended
 
     def _has_cached(self, server: Server, wanted: Wanted | None, params: Mapping[str, Any]) -> None:
-        server.is_own = params.get("remote_engine_id") == self._own_engine_id
+        is_own = params.get("remote_engine_id") == self._own_engine_id
+        if is_own and not server.has_others:
+            self._servers.failed(server, OWN)
         server.has_clients = params.get(HAS_CLIENTS_KEY) is True
         server.queued_tokens, server.queued_seconds = queued_tokens_in(params), self._servers.clock.now_seconds()
-        num_offered = 0 if server.is_own else offered_tokens_in(params)
+        num_offered = 0 if is_own else offered_tokens_in(params)
         if wanted is not None:
             wanted.cached[server] = min(num_offered or cached_tokens_in(params), wanted.request.num_prompt_tokens)
         if num_offered and wanted is not None:

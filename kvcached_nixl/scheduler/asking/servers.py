@@ -68,12 +68,13 @@ class Server:
         failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
         trial: the last that it was asked for after a failure; None if it serves again.
+        trial_until_seconds: then the next one is the trial: this one's answer may be lost, or decode not begin it.
         refused_seconds: when it has refused a prompt last.
         last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
         checked_seconds: when it was asked last whether it is well.
         busy_since_seconds: when it said first to be busy, and has answered nobody since; 0 if it did not.
         queued_tokens: tokens of all prompts in its queue, as it has said at ``queued_seconds``.
-        is_own: it is this engine's own server, as far as its last answer says.
+        has_others: another engine than this one has answered.
         has_clients: it may have clients of its own, as far as it has said.
         answers_look_ups: it has said in time how much of the last prompt it has cached. Else nobody waits for it.
     """
@@ -90,13 +91,14 @@ class Server:
     failure: Outcome | None = None
     rests_until_seconds: float = 0.0
     trial: Trial | None = None
+    trial_until_seconds: float = 0.0
     refused_seconds: float = 0.0
     last_sign_seconds: float = 0.0
     checked_seconds: float = 0.0
     busy_since_seconds: float = 0.0
     queued_tokens: int = 0
     queued_seconds: float = 0.0
-    is_own: bool = False
+    has_others: bool = False
     has_clients: bool = False
     answers_look_ups: bool = True
 
@@ -107,6 +109,11 @@ class Server:
     def is_busy(self) -> bool:
         """Whether it rests because it was busy, so that it is worth waiting for."""
         return self.failure is not None and self.failure.is_busy
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this engine's own server was the last behind it, or still is."""
+        return self.failure is not None and self.failure.is_own
 
     def num_tokens(self, now_seconds: float) -> int:
         """How many tokens of prompts it has to compute."""
@@ -143,7 +150,7 @@ class Servers:
 
     Attributes:
         all: at this moment.
-        rested_at_seconds: when the pause of the next one ends, as `note_rests` has found; None if none does.
+        rested_at_seconds: when the pause, or trial, of the next one ends, as `note_rests` has found; None if none does.
         resolver: looks up where they are.
         random: decides between equals, and jitters pauses.
     """
@@ -167,6 +174,8 @@ class Servers:
         self.all = [Server(url) for url in urls]
         self.rested_at_seconds: float | None = None
         self._noted: frozenset[tuple[Server, bool]] = frozenset()
+        # For single prompts, since `note_rests`.
+        self._failed: set[Server] = set()
         # Not at their name's addresses any more, but they owe answers.
         self._leaving: list[Server] = []
         # With how often the server had failed then: one that was restarted has nothing cached.
@@ -200,20 +209,19 @@ class Servers:
         def may_have(one: Server) -> int:
             return cached.get(one, num_known if one is knowing else 0)
 
-        def order(one: Server) -> tuple[bool, bool, bool, bool, bool, bool, float, int]:
+        def order(one: Server) -> tuple[bool, bool, bool, bool, bool, float, int]:
             rests, rests_seconds = self.rests(one), max(0.0, one.rests_until_seconds - now)
             num_here = (num_tokens - may_have(one)) * (2 if one.has_clients else 1)
             refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.refused_seconds + LONGEST_PAUSE_SECONDS
             last = refuses, rests and not one.is_busy, rests_seconds, one.num_tokens(now) + num_here
-            return one in lacking, one.is_own, rests, one in tried, *last
+            return one in lacking, rests, one in tried, *last
 
         found = min(self.all, key=order)
         return Choice(found, found.num_tokens(now), num_tokens - may_have(found))
 
     def those_for(self, lacking: Collection[Server]) -> list[Server]:
-        """Returns the servers that do not lack what a prompt needs; this engine's own only if there is no other."""
-        found = [one for one in self.all if one not in lacking]
-        return [one for one in found if not one.is_own] or found
+        """Returns the servers that do not lack what a prompt needs."""
+        return [one for one in self.all if one not in lacking]
 
     def that_may_have(
         self, tried: Collection[Server], hashes: Sequence[bytes], num_tokens: int, most: int, rest_tokens: int
@@ -222,10 +230,7 @@ class Servers:
         some others; if it has nearly all, only that one, or none if no offer is wanted. None if there is no choice.
         If a server has all but ``rest_tokens``, its offer is wanted; 0 if none is."""
         knowing, num_known = self._find(hashes)
-        # One that has said to be this engine says so again now and then: others may be behind the same URL.
-        said_seconds = self.clock.now_seconds() - LONGEST_PAUSE_SECONDS
-        is_own = [one for one in self.all if one.is_own and one.queued_seconds > said_seconds]
-        found = [one for one in self.all if not (self.rests(one) or one in is_own or one in tried)]
+        found = [one for one in self.all if not (self.rests(one) or one in tried)]
         nearly_all = num_tokens - max(rest_tokens, STRIDE * self._block_tokens)
         if knowing is not None and knowing in found and num_known > nearly_all:
             return [knowing] if rest_tokens else []
@@ -234,13 +239,18 @@ class Servers:
         self.random.shuffle(found)
         return sorted(found, key=lambda one: one is not knowing)[:most]
 
+    def pauses(self, server: Server) -> bool:
+        return server.rests_until_seconds > self.clock.now_seconds()
+
     def rests(self, server: Server) -> bool:
         """Whether a server is not asked now: its pause lasts, or it is on trial. That counts only if decode computes
         the others, or another server may: where all have failed, each prompt would wait for those before it."""
-        if server.trial is not None and server.trial.server is not server:
+        now = self.clock.now_seconds()
+        if server.trial is not None and (server.trial.server is not server or now >= server.trial_until_seconds):
             server.trial = None
-        is_on_trial = server.trial is not None and (self._computes or any(map(_is_reached, self.all)))
-        return is_on_trial or server.rests_until_seconds > self.clock.now_seconds()
+        counts = self._computes or server.is_own or any(map(_is_reached, self.all))
+        is_on_trial = server.trial is not None and counts
+        return is_on_trial or self.pauses(server)
 
     @property
     def have_changed(self) -> bool:
@@ -248,11 +258,12 @@ class Servers:
         return self._noted != self._rests_now()
 
     def note_rests(self) -> bool:
-        """Returns whether `have_changed`."""
+        """Returns whether `have_changed`. Called before each step."""
+        self._failed.clear()
         # First: a pause that ends meanwhile is looked at again.
         now = self.clock.now_seconds()
-        pauses = (one.rests_until_seconds for one in self.all if one.rests_until_seconds > now)
-        self.rested_at_seconds = min(pauses, default=None)
+        ends = (at for one in self.all for at in (one.rests_until_seconds, one.trial_until_seconds) if at > now)
+        self.rested_at_seconds = min(ends, default=None)
         before, self._noted = self._noted, self._rests_now()
         return before != self._noted
 
@@ -262,7 +273,7 @@ class Servers:
     def tries(self, server: Server, trial: Trial) -> None:
         """A server is asked for a request, or what it has cached is fetched."""
         if server.failure is not None and not server.is_busy:
-            server.trial = trial
+            server.trial, server.trial_until_seconds = trial, self.clock.now_seconds() + self._silence_seconds
             # Whoever waits for it has to be woken when that ends.
             self._noted = frozenset()
 
@@ -295,7 +306,7 @@ class Servers:
         """A server has answered with parameters, and says what is in its queue. Returns the questions whose answers are
         not waited for any longer, since it has answered a much later one."""
         now = server.last_sign_seconds = self.clock.now_seconds()
-        server.num_refused, server.busy_since_seconds = 0, 0.0
+        server.num_refused, server.busy_since_seconds, server.has_others = 0, 0.0, True
         server.queued_tokens, server.queued_seconds = queued_tokens, now
         last_seconds = now - VAIN_SILENCES * self._silence_seconds
         return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
@@ -324,18 +335,23 @@ class Servers:
                 logger.warning("Prefill server %s refuses prompts, and is asked last: %s", server, failure.reason)
             return
         server.engine = None
-        if now < server.rests_until_seconds:
-            # Those that were asked together fail together.
+        if now < server.rests_until_seconds or (server in self._failed and not failure.is_of_server):
+            # Those that were asked together fail together; and all do if decode's own host was suspended.
             return
+        self._failed.add(server)
         server.num_failures += 1
         if failure.is_of_server and not failure.is_busy:
             server.num_outages, server.last_engine = server.num_outages + 1, None
-        if not failure.is_of_server and server.num_failures < FAILURES_IN_A_ROW:
+        # Others may be behind the same URL: that is seen now and then.
+        is_own = failure.is_own and not server.has_others
+        if not (failure.is_of_server or is_own) and server.num_failures < FAILURES_IN_A_ROW:
             return
         pause_seconds = min(SHORTEST_PAUSE_SECONDS * 2.0 ** min(server.num_failures - 1, 10), LONGEST_PAUSE_SECONDS)
         pause_seconds = max(failure.retry_after_seconds, pause_seconds * self.random.uniform(0.5, 1))
+        pause_seconds = LONGEST_PAUSE_SECONDS if is_own else pause_seconds
         if server.failure is None:
-            logger.warning("Prefill server %s is not asked for %.1f s: %s", server, pause_seconds, failure.reason)
+            level = logging.INFO if is_own else logging.WARNING
+            logger.log(level, "Prefill server %s is not asked for %.1f s: %s", server, pause_seconds, failure.reason)
         server.failure, server.rests_until_seconds = failure, now + pause_seconds
 
     @property
@@ -373,4 +389,4 @@ class Servers:
 
 
 def _is_reached(server: Server) -> bool:
-    return (server.failure is None or server.is_busy) and not server.is_own
+    return server.failure is None or server.is_busy

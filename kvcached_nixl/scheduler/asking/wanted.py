@@ -59,7 +59,7 @@ class Wanted:
         named: the engine that was named before the answer (push).
         outcome: of the last question.
         tried: the servers that were asked, and were neither busy, nor ``lacking``, nor another engine than was named.
-        lacking: those that lack its adapter, or have it in another version.
+        lacking: those that lack its adapter, or have it in another version, and the one that has just refused it.
         is_looked_up: servers were asked how much of it they have cached.
         cached: tokens, by what they have said.
         offers: what they have offered of it: ``kv_transfer_params``.

@@ -440,6 +440,26 @@ def test_engines_that_have_gone_are_no_tries(found: Any) -> None:
     assert "a" in decode.fetching.refused or not decode.asking.may_ask_again("a")
 
 
+@pytest.mark.parametrize("adapter", ["", "new"])
+def test_kv_that_is_late_is_a_try(adapter: str) -> None:
+    """Each time costs a whole timeout. Its answer shows whether the adapter has another version there."""
+    decode = Decode("http://p1", "http://p2", pushes=True, recomputes=False)
+    late, is_named = HandOverFailed(FailureCause.DEADLINE, "late"), []
+    for _ in range(5):
+        for one in decode.asking.servers.all:
+            decode.asking.servers.heard(one, engine_in(OF_P))
+        if not is_named:
+            decode.arrives("a", adapter=adapter)
+        decode.turn()
+        is_named.append(decode.asking._wanted["a"].named is not None)
+        decode.answers("a", OF_P)
+        decode.fetching.failures["a"] = late
+        if not decode.asking.holds_again(decode.blocks.requests["a"]):  # type: ignore[arg-type]
+            break
+    assert is_named == [True, not adapter]
+    assert sum(one.num_failures for one in decode.asking.servers.all) == (1 if adapter else 2)
+
+
 def counted(decode: Decode) -> tuple[dict[str, int], dict[str, int]]:
     """What came of questions, and why prompts are computed here; without zeros."""
     figures = decode.asking.figures

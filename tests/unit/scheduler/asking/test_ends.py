@@ -11,6 +11,7 @@ from support.clocks import ManualClock
 from support.engine_fakes import with_states
 from support.internals import leftovers
 
+from kvcached_nixl.scheduler.asking.questions import OWN
 from kvcached_nixl.scheduler.asking.wanted import GRAMMAR_SECONDS, QueueLimit
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.question import AskFailed, Outcome, read_answer
@@ -184,13 +185,53 @@ def test_a_refused_prompt_is_not_asked_for_again_while_another_server_rests(
     decode = Decode("http://p1", "http://p2", is_required=is_required, num_free=10_000)
     other = decode.by_url("http://p2")
     if rests == "own":
-        other.is_own = True
+        decode.asking.servers.failed(other, OWN)
     else:
         other.rests_until_seconds = decode.clock.now_seconds() + 30
     decode.arrives("a", adapter=adapter)
     for _ in range(3):
         if "a" not in decode.fetching.refused and "a" not in decode.blocks.released:
             decode.answers("a", MISSING)
+    waits = bool(adapter) and is_required and rests == "dead"
+    assert ("a" in decode.fetching.refused) is not waits
+
+
+@pytest.mark.parametrize("policy", [{}, {"is_required": True}], ids=["fail", "required"])
+@pytest.mark.parametrize("is_on_trial", [True, False], ids=["trial", "pause"])
+@pytest.mark.parametrize(("adapter", "outcome"), [("new", MISSING), ("", TOO_LONG)], ids=["adapter", "too long"])
+def test_what_one_refuses_waits_for_one_that_may_take_it(
+    adapter: str, outcome: Outcome, is_on_trial: bool, policy: dict[str, bool]
+) -> None:
+    """p1 was restarted. A prompt without an adapter that is too long for p2 does not wait for its pause to end."""
+    decode = Decode("http://p1", "http://p2", recomputes=False, num_free=10_000, **policy)  # type: ignore[arg-type]
+    decode.by_url("http://p2").asked[10**6] = 4096, 0.0
+    decode.asking.servers.failed(decode.by_url("http://p1"), DEAD)
+    if is_on_trial:
+        decode.clock.advance(1)
+        decode.arrives("trial")
+        assert decode.url("trial") == "http://p1"
+    decode.arrives("a", adapter=adapter)
+    assert decode.url("a") == "http://p2"
+    decode.answers("a", outcome)
+    assert ("a" in decode.fetching.refused) is (not adapter and not is_on_trial)
+    if is_on_trial:
+        decode.answers("trial")
+        decode.asking.computed([Step("trial")])  # type: ignore[list-item]
+    decode.clock.advance(1)
+    decode.turn()
+    assert decode.url("a") == "http://p1" or "a" in decode.fetching.refused
+
+
+@pytest.mark.parametrize("is_required", [False, True])
+@pytest.mark.parametrize("first", [DEAD, BUSY], ids=["dead", "busy"])
+def test_what_one_refuses_ends_also_if_the_other_is_away(first: Outcome, is_required: bool) -> None:
+    decode = Decode("http://p1", "http://p2", recomputes=False, is_required=is_required, num_free=10_000)
+    decode.arrives("a")
+    for _ in range(20):
+        if decode.number("a") in decode.asking.questions.asked:
+            decode.answers("a", TOO_LONG if decode.url("a") == "http://p2" else first)
+        decode.clock.advance(3)
+        decode.turn()
     assert "a" in decode.fetching.refused
 
 
@@ -260,7 +301,7 @@ def test_who_waits_for_busy_servers_does_not_ask_its_own(adapter: str, policy: d
     own = decode.by_url("http://own")
     itself = {**ANSWER, "remote_engine_id": decode.asking.questions._own_engine_id}
     if knows:
-        own.is_own = True
+        decode.asking.servers.failed(own, OWN)
     else:
         for one in ("http://p1", "http://p2"):
             decode.by_url(one).asked[10**6] = 4096, 0.0
@@ -276,6 +317,36 @@ def test_who_waits_for_busy_servers_does_not_ask_its_own(adapter: str, policy: d
     decode.clock.advance(3)
     decode.turn()
     assert decode.number("a") in decode.asking.questions.asked and decode.url("a") != "http://own"
+
+
+@pytest.mark.parametrize("says", ["answer", "look-up"])
+@pytest.mark.parametrize("outcome", [DEAD, BUSY], ids=["dead", "busy"])
+@pytest.mark.parametrize("policy", [{"is_required": True, "recomputes": False}, {}], ids=["required", "computes"])
+def test_one_that_was_this_engine_itself_is_asked_again(policy: dict[str, bool], outcome: Outcome, says: str) -> None:
+    """What balances connections has this server and others behind it. Then the server beside it goes away."""
+    decode = Decode("http://service", "http://p", num_free=10_000, **policy)  # type: ignore[arg-type]
+    service = decode.by_url("http://service")
+    itself = {**ANSWER, "remote_engine_id": decode.asking.questions._own_engine_id}
+    decode.by_url("http://p").asked[10**6] = 4096, 0.0
+    if says == "look-up":
+        decode.asker.says = {"http://service": itself}
+        decode.arrives("first", num_prompt_tokens=16 * BLOCK)
+    else:
+        decode.arrives("first")
+        decode.answers("first", itself)
+    assert decode.url("first") == "http://p" and service.is_own
+    decode.answers("first", outcome)
+    served = []
+    for place in range(40):
+        decode.arrives(f"r{place}")
+        for number, wanted in [*decode.asking.questions.asked.items()]:
+            is_away = wanted.tried[-1] is not service
+            served += [] if is_away else [wanted.request.request_id]
+            decode.asker.answers.append((number, outcome if is_away else itself if len(served) % 10 == 9 else ANSWER))
+        decode.turn()
+        decode.asking.computed([Step(one, 16 * BLOCK) for one in served])  # type: ignore[misc]
+        decode.clock.advance(3)
+    assert len(served) > 20 and "r39" in served
 
 
 @pytest.mark.parametrize("adapter", ["", "known"])
@@ -310,6 +381,27 @@ def test_a_server_that_answers_and_whose_kv_never_comes_is_asked_less(cause: Fai
     decode = Decode("http://bad", "http://good", num_free=10_000)
     asked = [fails(decode, f"r{place}", cause) for place in range(40)]
     assert not decode.by_url("http://bad").num_failures if cause.label in OF_DECODE else sum(asked) <= 5
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_servers_do_not_pay_for_decode_that_was_suspended(is_dead: bool) -> None:
+    """For longer than ``handover_timeout``, with several hand-overs of each under way: all are late at once."""
+    decode = Decode("http://p1", "http://p2", recomputes=False, num_free=10_000)
+    for place in range(10):
+        decode.arrives(f"r{place}")
+    for place in range(10):
+        decode.answers(f"r{place}")
+    decode.clock.advance(SILENCE_SECONDS + 1)
+    for place in range(10):
+        decode.fetching.failures[f"r{place}"] = HandOverFailed(FailureCause.DEADLINE, "late")
+        decode.asking.holds_again(decode.blocks.requests[f"r{place}"])  # type: ignore[arg-type]
+    if is_dead:
+        decode.asking.servers.failed(decode.by_url("http://p1"), DEAD)
+    decode.turn()
+    assert [one.num_failures for one in map(decode.by_url, ("http://p1", "http://p2"))] == [2 if is_dead else 1, 1]
+    assert {one.url for one in decode.asking.servers.all if not decode.asking.servers.rests(one)} == (
+        {"http://p2"} if is_dead else {"http://p1", "http://p2"}
+    )
 
 
 def fails(decode: Decode, name: str, cause: FailureCause) -> bool:
@@ -368,6 +460,37 @@ def test_one_prompt_shows_whether_a_server_serves_again(
     decode.arrives("b")
     assert decode.url("b") == "http://p1"
     assert decode.is_asked("a") or expected == "computed", "it waits no longer"
+
+
+@pytest.mark.parametrize("is_answered", [False, True], ids=["its answer is lost", "decode does not begin it"])
+@pytest.mark.parametrize("adapter", ["", "new"])
+def test_a_trial_ends_after_a_time_limit(adapter: str, is_answered: bool) -> None:
+    """Else all others would be computed here, or wait for the only server with their adapter, for as long as it."""
+    decode = Decode("http://p1", "http://p2", recomputes=not adapter, goes_by_priority=True, num_free=10_000)
+    if not adapter:
+        decode.asking.servers.all.remove(decode.by_url("http://p2"))
+    else:
+        decode.by_url("http://p2").asked[10**6] = 4096, 0.0
+    decode.asking.servers.failed(decode.by_url("http://p1"), DEAD)
+    decode.clock.advance(1)
+    decode.arrives("trial", priority=5)
+    until_seconds = decode.clock.now_seconds() + SILENCE_SECONDS
+    if is_answered:
+        decode.answers("trial")
+    decode.arrives("a", adapter=adapter)
+    if adapter:
+        decode.answers("a", MISSING)
+        decode.by_url("http://p2").asked.clear()
+        assert decode.url("a") == "http://p2" and decode.asking.due_at_seconds == until_seconds
+    else:
+        assert not decode.is_asked("a") and "a" in decode.fetching.refused
+    decode.clock.advance(SILENCE_SECONDS)
+    assert decode.asking.has_news is bool(adapter)
+    decode.turn()
+    if not adapter:
+        decode.arrives("b")
+        decode.arrives("c")
+    assert decode.url("b" if not adapter else "a") == "http://p1" and not decode.is_asked("c")
 
 
 # ------------------------------------------------------- sequences that once ended badly, or in a look at all that wait
