@@ -36,7 +36,7 @@ COMPARED: Mapping[str, str] = MappingProxyType(
             "the model's, setting by setting, with overrides (rope, windows), its dtype, quantization, implementation, "
             "code that computes and is not vLLM's, rotary angles that follow from `--max-model-len`, and how media are "
             "processed (options, the model's own files and code for it, and versions of what decodes and prepares "
-            "them: transformers, torchvision, Pillow, OpenCV, ...)"
+            "them on the worker's host: transformers, torchvision, Pillow, OpenCV, ...; not on API servers elsewhere)"
         ),
         "draft models": "as the model, where their KV is in the cache; drafts without a model (ngram) are not compared",
         "LoRA": (

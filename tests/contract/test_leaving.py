@@ -226,6 +226,25 @@ def test_several_api_servers_refuse_connections(timeout: float) -> None:
         thread.join(20)
 
 
+def test_connections_are_refused_though_uvicorn_has_closed_a_socket_meanwhile() -> None:
+    """A connection waits, so the sockets are looked at again."""
+
+    async def run() -> None:
+        closed, noted = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+        other, port = noted.dup(), noted.getsockname()[1]
+        with socket.create_connection(closed.getsockname()), other:
+            server = SimpleNamespace(
+                servers=[], _kvcached_nixl_accepting=[(one, lambda: None) for one in (closed, noted)]
+            )
+            leaving._close_all(server)
+            closed.close()
+            await asyncio.sleep(2 * leaving._LOOK_SECONDS)
+            assert _is_refused(port)
+        noted.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("lasts_seconds", "timeout", "ended"), [(0.5, 20.0, ["request", "engine"]), (1.5, 0.2, ["engine", "request"])]
 )

@@ -10,6 +10,7 @@ from support.flow_pair import BLOCKS_EACH, DIRECTIONS, PROMPT, PULL, PUSH, Pair,
 
 from kvcached_nixl.scheduler.giving_way import VAIN_TIMEOUTS
 from kvcached_nixl.settings import TransferMode
+from kvcached_nixl.worker.prefill.registry import SPARED_SECONDS
 from kvcached_nixl.worker.prefill.writer import PROBE_SECONDS
 from kvcached_nixl.worker.transfer_thread import STANDING_SECONDS
 
@@ -212,11 +213,16 @@ def test_what_never_fits_ends_in_words(mode: TransferMode, side: str, is_local: 
     assert late.status is Status.STOPPED
 
 
-@pytest.mark.parametrize("is_in_order", [True, False])
-def test_prompts_that_arrive_in_another_order_on_the_two_sides_do_not_wait_for_each_other(is_in_order: bool) -> None:
-    """Prefill keeps what decode has no room for, and has no room for what decode has given its own to."""
-    room = {"num_blocks": 1 + BLOCKS_EACH + 2, "caches_prefixes": False}
-    pair = Pair(PUSH, kind(**room), kind(**room))
+@pytest.mark.parametrize(
+    ("is_in_order", "num_copies", "seconds"), [(True, 1, 10), (False, 1, 10), (False, 2, 10 + SPARED_SECONDS)]
+)
+def test_prompts_that_arrive_in_another_order_on_the_two_sides_do_not_wait_for_each_other(
+    is_in_order: bool, num_copies: int, seconds: float
+) -> None:
+    """Prefill keeps what decode has no room for, and has no room for what decode has given its own to. Decode
+    registers with one copy of a KV head."""
+    room = {"num_blocks": 1 + BLOCKS_EACH + 2, "caches_prefixes": False, "total_heads": 1}
+    pair = Pair(PUSH, kind(**room, tp_size=num_copies), kind(**room))
     pair.acquaint()
     found = []
     for seed, upstream in ((1, 1), (2, 2)) if is_in_order else ((1, 2), (2, 1)):
@@ -224,10 +230,41 @@ def test_prompts_that_arrive_in_another_order_on_the_two_sides_do_not_wait_for_e
         pair.settle()
         pair.ask_prefill(prompt(upstream), transfer_id=f"t{upstream}")
         pair.settle()
-    for _ in range(10):
+    for _ in range(int(seconds)):
         pair.pass_time(1.0)
     assert is_right(found[0]) and found[1].status is Status.STOPPED
     assert is_right(found[1]) == is_in_order, "prefill has taken it back"
+
+
+def test_two_prefills_and_two_decodes_do_not_wait_for_each_other_in_a_ring() -> None:
+    """Each decode waits for what one prefill keeps, and has given its room to a prompt that the other one has no room
+    for."""
+    room = {"num_blocks": 1 + BLOCKS_EACH + 2, "caches_prefixes": False}
+    pair = Pair(PUSH, kind(**room), kind(**room))
+    prefills = pair.prefill, pair.cluster.engine("prefill 2", kind(**room))
+    decodes = pair.decode, pair.cluster.engine("decode 2", kind(**room))
+
+    def ask(prefill: int, decode: int, seed: int) -> Request:
+        own = prefills[prefill].own
+        meet = pair.meet(transfer_id=f"t{seed}", remote_engine_id=own.engine_id, remote_host=own.host)
+        return pair.ask_decode(meet, prompt(seed), engine=decodes[decode])
+
+    for seed, (prefill, decode) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1)), start=10):
+        pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}", engine=prefills[prefill])
+        ask(prefill, decode, seed)
+        pair.settle()
+    found = [ask(1, 0, 1), ask(0, 1, 2)]
+    pair.settle()
+    for seed, prefill in ((3, 0), (4, 1)):
+        pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}", engine=prefills[prefill])
+    pair.settle()
+    found += [ask(0, 0, 3), ask(1, 1, 4)]
+    for seed, prefill in ((2, 0), (1, 1)):
+        pair.ask_prefill(prompt(seed), transfer_id=f"t{seed}", engine=prefills[prefill])
+    for _ in range(int(SPARED_SECONDS) + 10):
+        pair.pass_time(1.0)
+    assert all(one.status is Status.STOPPED for one in found)
+    assert [is_right(one) for one in found] == [True, True, False, False], "prefill has taken the others back"
 
 
 @pytest.mark.parametrize("what", ["another decode registers", "its heartbeat came before the offer"])

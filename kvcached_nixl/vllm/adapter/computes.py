@@ -5,7 +5,6 @@ sounds, ...) for its encoder."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -149,10 +148,10 @@ _VLLMS = frozenset({"vllm", "torch", *sys.stdlib_module_names})
 _BY_VERSION = frozenset({"transformers"})
 _EXTENDED = ("vllm.", "torch.nn.")
 _PREPARE = (
-    *("transformers", "mistral_common", "torchvision", "torchaudio", "kaldi-native-fbank"),
-    *("pillow", "opencv-python-headless", "opencv-python", "av", "torchcodec", "PyNvVideoCodec"),
+    *("transformers", "mistral_common", "torchvision", "torchaudio", "kaldi_native_fbank"),
+    *("PIL", "cv2", "av", "torchcodec", "PyNvVideoCodec"),
 )
-"""Distributions. What they make of a file is not in vLLM's hash of media: that is of the file, or of a sound's samples.
+"""Modules. What they make of a file is not in vLLM's hash of media: that is of the file, or of a sound's samples.
 Which of them transformers takes depends on what is installed."""
 
 
@@ -207,7 +206,8 @@ def prepares_media() -> Iterator[tuple[str, str]]:
     from vllm import envs
 
     yield "media.videos", private(envs, "VLLM_VIDEO_LOADER_BACKEND")
-    for name in _PREPARE:
-        # Not what a module states: whether it is imported already differs between two processes.
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            yield f"media.{name}", importlib.metadata.version(name)
+    # Not what a module states: whether it is imported already differs between two processes. Several distributions may
+    # have one module (Pillow and pillow-simd, OpenCV's four), and the last one that was installed has its files there.
+    found = importlib.metadata.packages_distributions()
+    for name in sorted({one for module in _PREPARE for one in found.get(module, ())}):
+        yield f"media.{name}", importlib.metadata.version(name)

@@ -128,7 +128,9 @@ class WorkerView:
                     parts = parts_of_state(own, self.tp_rank, self.tp_size, groups, dim_first=dims_first())
                     pages[layer] = Page(own.page_size_bytes, 1, 1, state_bytes(own), parts)
                     continue
-                if reason := odd_cells(own):
+                # Sliding windows of vLLM 0.26 do not say so.
+                dtype = self._cache_dtype if "turboquant" in self._cache_dtype else ""
+                if reason := odd_cells(own) or dtype:
                     raise LayoutRefused(
                         found=f"layer {layer!r} with {reason}",
                         expected="cells of one token and one head, with K and V together or apart",

@@ -131,7 +131,9 @@ def _close_all(server: Any, num_looks: int = int(_CLOSED_BEFORE_SECONDS / _LOOK_
     Connections that wait to be accepted, because the loop was busy, would get a reset: it looks ``num_looks`` times
     whether there are any."""
     accepting = optional(server, _ACCEPTING, [])
-    listening = [one for each in server.servers for one in each.sockets] + [one for one, _ in accepting]
+    noted = [one for each in server.servers for one in each.sockets] + [one for one, _ in accepting]
+    # uvicorn may have closed them by itself since the last look.
+    listening = [one for one in noted if one.fileno() >= 0]
     waiting = select.poll()
     for one in listening:
         waiting.register(one.fileno(), select.POLLIN)

@@ -14,6 +14,7 @@ Such a release counts for one offer, the only one of its name, and not for regis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -112,6 +113,7 @@ class Offer:
         readers: ranks of decode that have begun to read its blocks.
         wanted_until_seconds: time until which decode counts as waiting for the offer. Each heartbeat moves it.
         wanted_by: agents of decode that have sent heartbeats for it.
+        in_the_way_seconds: time since when prompts that decode has registered for have had no blocks because of it.
         awaited: how many ranks must be in ``settled``; None until a rank of decode has told its size.
         draining: holds of earlier preemptions, whose blocks may still be read.
         write_tasks: registrations that are served from it.
@@ -131,6 +133,7 @@ class Offer:
     readers: set[int] = field(default_factory=set)
     wanted_until_seconds: float = 0.0
     wanted_by: set[str] = field(default_factory=set)
+    in_the_way_seconds: float = math.inf
     awaited: int | None = None
     draining: list[int] = field(default_factory=list)
     write_tasks: dict[WriteKey, WriteTask] = field(default_factory=dict)

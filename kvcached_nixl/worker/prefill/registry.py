@@ -12,7 +12,7 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvcached_nixl.deadlines import Clock, Deadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
@@ -27,6 +27,9 @@ from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 
 WANTED_INTERVALS = 2
 """For so many intervals between heartbeats after the last one, decode counts as waiting for an offer."""
+SPARED_SECONDS = 15.0
+"""How long an offer that decode waits for is spared while others' prompts have no blocks because of it. Decode's own
+requests mostly end sooner; engines may also wait for each other in a ring, which none of them sees."""
 
 
 class Leases(Deadlines[PrefillRequestId]):
@@ -165,7 +168,8 @@ class OfferRegistry:
         are free soon; or waits for it, if those are spared.
 
         Push: who only waits has no room, and has perhaps given it to a prompt that has no blocks here. So an offer is
-        not spared where prefill lacks blocks, and who waits for it has registered for such a prompt."""
+        not spared where prefill lacks blocks, and who waits for it has registered for such a prompt. For others'
+        prompts it is not spared long: who waits may have given its room to one of another prefill."""
         offer = self._matcher.offers.get(request_id)
         if offer is None or not revocation.cause.is_of_memory:
             return False
@@ -174,9 +178,7 @@ class OfferRegistry:
         is_read = is_wanted and bool(offer.readers - offer.settled)
         spares = revocation.spares_wanted and is_wanted
         if spares and revocation.cause is RevocationCause.BLOCKS:
-            waiting = [one for one in self._matcher.offers.values() if not one.update.ready_tokens]
-            lacking = [one for one in waiting if one.request_id not in revocation.computing]
-            spares = offer.wanted_by.isdisjoint(agent for one in lacking for agent, _ in one.write_tasks)
+            spares = self._is_spared(offer, revocation.computing)
         return bool(offer.write_tasks) or is_read or spares
 
     def revoke(self, request_id: PrefillRequestId, revocation: Revocation) -> None:
@@ -248,6 +250,18 @@ class OfferRegistry:
     def _wanted_until_seconds(self) -> float:
         """Until when decode counts as waiting, of which something has come just now."""
         return self._clock.now_seconds() + WANTED_INTERVALS * INTERVAL * self._settings.kv_lease_duration_seconds
+
+    def _is_spared(self, offer: Offer, computing: Collection[PrefillRequestId]) -> bool:
+        """Whether an offer that decode waits for keeps blocks that prompts need which are not ``computing``."""
+        waiting = [one for one in self._matcher.offers.values() if not one.update.ready_tokens]
+        # A rank whose heads decode takes from a copy is not registered with, but released.
+        lacking = [one for one in waiting if one.request_id not in computing and (one.write_tasks or one.settled)]
+        if not lacking:
+            return True
+        now = self._clock.now_seconds()
+        offer.in_the_way_seconds = min(offer.in_the_way_seconds, now)
+        is_for_others = offer.wanted_by.isdisjoint(agent for one in lacking for agent, _ in one.write_tasks)
+        return is_for_others and now < offer.in_the_way_seconds + SPARED_SECONDS
 
     def _let_down(self, offer: Offer, cause: HandOverFailed) -> None:
         self._tokens.remove(offer.request_id)

@@ -283,6 +283,8 @@ def test_cells_that_are_no_token_of_one_head_are_refused_by_name(fields: dict[st
     vars(spec).update(fields)
     with pytest.raises(LayoutRefused, match=words):
         worker(kv_cache_config=cache_of(spec)).groups()
+    with pytest.raises(LayoutRefused, match="turboquant_k8v4"):
+        worker(kv_cache_config=cache_of(FullAttentionSpec()), cache_dtype="turboquant_k8v4").groups()
     for name in ("NONE", "FP8_PER_TENSOR", "INT4_PER_TOKEN_HEAD"):
         spec = FullAttentionSpec()
         vars(spec).update(num_head_slots=None, tokens_per_state=1, kv_quant_mode=SimpleNamespace(name=name))
@@ -473,10 +475,18 @@ def test_every_option_of_media_is_a_fact_but_limits_and_caches(option: str, is_f
     assert (one != other) is is_fact
 
 
-@pytest.mark.parametrize("library", ["transformers", "torchvision", "pillow", "torchcodec"])
-def test_what_turns_a_file_into_pixels_is_a_fact(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's hash of an image is that of its file, and transformers prepares it with torchvision if that is there."""
-    installed = {"transformers": "5.5.3", "pillow": "13.0"}
+@pytest.mark.parametrize(
+    ("library", "module"),
+    [
+        *(("transformers",) * 2, ("torchvision",) * 2, ("torchcodec",) * 2),
+        *(("pillow", "PIL"), ("pillow-simd", "PIL"), ("opencv-contrib-python-headless", "cv2")),
+    ],
+)
+def test_what_turns_a_file_into_pixels_is_a_fact(library: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's hash of an image is that of its file, and transformers prepares it with torchvision if that is there. The
+    files of a module are those of the distribution that was installed last."""
+    installed = {"transformers": "5.5.3", "pillow": "13.0", "opencv-python": "5.0", "numpy": "2.0"}
+    modules = {"transformers": ["transformers"], "PIL": ["pillow"], "cv2": ["opencv-python"], "numpy": ["numpy"]}
 
     def version(name: str) -> str:
         if name not in installed:
@@ -487,8 +497,10 @@ def test_what_turns_a_file_into_pixels_is_a_fact(library: str, monkeypatch: pyte
         return set(worker(is_multimodal_model=True, multimodal_config=SimpleNamespace()).facts)
 
     monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: modules)
     plain, text = media(), worker().facts
     installed[library] = "99"
+    modules[module] = [*{*modules.get(module, ()), library}]
     assert {name for name, _ in media() ^ plain} == {f"media.{library}"}
     assert worker().facts == text, "only where there are media"
 

@@ -45,7 +45,7 @@ from kvcached_nixl.wire.messages import (
 )
 from kvcached_nixl.wire.step import OfferUpdate, Revocation
 from kvcached_nixl.worker.prefill.offers import WriteTask
-from kvcached_nixl.worker.prefill.registry import WANTED_INTERVALS, OfferRegistry
+from kvcached_nixl.worker.prefill.registry import SPARED_SECONDS, WANTED_INTERVALS, OfferRegistry
 from kvcached_nixl.worker.transfer.context import CAPACITY, RecentSet
 from kvcached_nixl.worker.transfer.slab import Slots, Use
 from kvcached_nixl.worker.transfer.topology import ConnectedPeer
@@ -322,13 +322,25 @@ def test_who_may_not_be_fetched_any_more_has_no_ownership_token(prefill: Prefill
 
 
 @pytest.mark.parametrize(
-    ("who", "computing", "is_spared"),
-    [("nobody", (), True), ("another", (), True), ("itself", (), False), ("itself", (P2,), True)],
+    ("who", "computing", "is_spared", "is_spared_long"),
+    [
+        ("nobody", (), True, True),
+        ("another", (), True, False),
+        ("of a copy", (), True, False),
+        ("itself", (), False, False),
+        ("itself", (P2,), True, True),
+    ],
 )
 def test_decode_waits_in_vain_only_for_a_prompt_that_it_has_given_its_room_to(
-    prefill: Prefill, remote: Remote, who: str, computing: tuple[PrefillRequestId, ...], is_spared: bool
+    prefill: Prefill,
+    remote: Remote,
+    who: str,
+    computing: tuple[PrefillRequestId, ...],
+    is_spared: bool,
+    is_spared_long: bool,
 ) -> None:
-    """Which it has registered for, and which has no blocks on prefill."""
+    """Which it has registered for, or released where it takes the heads of a copy, and which has no blocks on
+    prefill."""
     seconds = WANTED_INTERVALS * INTERVAL * prefill.side.settings.kv_lease_duration_seconds
     revocation = Revocation(RevocationCause.BLOCKS, "", spares_wanted=True, computing=frozenset(computing))
     prefill.registry.renew("another", [NAME])
@@ -339,9 +351,14 @@ def test_decode_waits_in_vain_only_for_a_prompt_that_it_has_given_its_room_to(
     assert not prefill.registry.outlasts(P1, revocation)
     prefill.registry.renew(remote.transport.name if who == "itself" else "another", [NAME])
     prefill.offer(0, P2, name="transfer:2", blocks=())
-    if who != "nobody":
+    if who == "of a copy":
+        prefill.registry.release(Release("p-2", "transfer:2", DIGEST, 0, 1))
+    elif who != "nobody":
         prefill.register(remote, name="transfer:2")
     assert prefill.registry.outlasts(P1, revocation) == is_spared
+    prefill.clock.advance(SPARED_SECONDS)
+    prefill.registry.renew("another", [NAME])
+    assert prefill.registry.outlasts(P1, revocation) == is_spared_long
 
 
 @pytest.mark.parametrize("ends", ["finish", "stop", "preempt"])
