@@ -168,7 +168,7 @@ def test_a_workers_report_ends_the_sleep(engine: Engine) -> None:
 def test_news_of_another_thread_are_not_lost_while_memory_is_looked_at(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GivingWay, "turn", lambda _: engine.handover.engine.woken())
+    monkeypatch.setattr(GivingWay, "turn", lambda _: bool(engine.handover.engine.woken()))
     assert engine.handover.relieve()
 
 
