@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.resolver import addresses_of, is_name
-from kvcached_nixl.scheduler.asking.servers import Server
+from kvcached_nixl.scheduler.asking.server import Server
 from kvcached_nixl.scheduler.asking.settings import KEY_VARIABLE, AskSettings
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.vllm.adapter.versions import found_version

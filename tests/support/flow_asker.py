@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvcached_nixl.scheduler.asking.asker import Asker
-from kvcached_nixl.scheduler.asking.servers import Server
+from kvcached_nixl.scheduler.asking.server import Server
 from kvcached_nixl.wire.question import AskFailed, Outcome, Question, read_answer
 
 if TYPE_CHECKING:

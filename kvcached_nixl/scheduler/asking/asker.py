@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import aiohttp
     from yarl import URL
 
-    from kvcached_nixl.scheduler.asking.servers import Server
+    from kvcached_nixl.scheduler.asking.server import Server
 
 logger = logging.getLogger(SERVER_LOGGER)
 

@@ -25,7 +25,8 @@ from kvcached_nixl.deadlines import earliest
 from kvcached_nixl.scheduler.asking.asker import Asker
 from kvcached_nixl.scheduler.asking.local import BreakEven, LocalPrefills
 from kvcached_nixl.scheduler.asking.questions import Questions
-from kvcached_nixl.scheduler.asking.servers import Choice, Server, Servers
+from kvcached_nixl.scheduler.asking.server import Server
+from kvcached_nixl.scheduler.asking.servers import Choice, Servers
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.scheduler.asking.wanted import Queue, QueueLimit, Stage, Wanted, Window
 from kvcached_nixl.scheduler.context import EngineContext, Progress

@@ -15,7 +15,8 @@ import msgspec
 
 from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.local import BreakEven
-from kvcached_nixl.scheduler.asking.servers import LONGEST_PAUSE_SECONDS, Choice, Server, Servers
+from kvcached_nixl.scheduler.asking.server import Server
+from kvcached_nixl.scheduler.asking.servers import LONGEST_PAUSE_SECONDS, Choice, Servers
 from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import AskingFigures, Ended

@@ -17,13 +17,14 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from kvcached_nixl.deadlines import Clock
 from kvcached_nixl.scheduler.asking.resolver import Resolver
+from kvcached_nixl.scheduler.asking.server import Server
+from kvcached_nixl.scheduler.asking.wanted import Wanted
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.question import Outcome
@@ -34,8 +35,6 @@ SHORTEST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 FAILURES_IN_A_ROW = 3
 """After so many, whatever they were, a server rests; after so many refusals it is asked last."""
-FRESH_SECONDS = 5.0
-"""How long it counts what a server has said of its queue."""
 MOST_DOUBTS = 16
 """Answers of one engine in a row after which it counts as the only one behind a URL, where others have answered."""
 VAIN_SILENCES = 10
@@ -43,82 +42,6 @@ VAIN_SILENCES = 10
 MOST_HASHES = 65_536
 STRIDE = 4
 """Of every so many blocks the hash of one is remembered."""
-
-
-class Trial(Protocol):
-    """A request whose KV shows whether a server serves again."""
-
-    @property
-    def server(self) -> Server | None:
-        """The one that is asked for it now, or whose KV it fetches."""
-
-
-@dataclass(eq=False)
-class Server:
-    """One prefill server.
-
-    Attributes:
-        url: scheme, host and port, as the operator has named it.
-        address: one of those of its name; "" if it is not known, or the URL has an address.
-        engine: the only one behind it; None if that is not known.
-        last_engine: that has answered last; it counts as the only one after ``num_doubts`` more of its answers.
-        asked: what it is asked for and has not answered yet -> tokens, and when it was asked.
-        num_failures, num_refused: prompts, in a row.
-        num_outages: how often it could not be reached.
-        failure: the reason for its rest; None if its KV was used since.
-        rests_until_seconds: it is not asked before.
-        trial: the last that it was asked for after a failure; None if it serves again.
-        trial_until_seconds: then the next one is the trial: this one's answer may be lost, or decode not begin it.
-        refused_seconds: when it has refused a prompt last.
-        last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
-        checked_seconds: when it was asked last whether it is well.
-        busy_since_seconds: when it said first to be busy, and has answered nobody since; 0 if it did not.
-        queued_tokens: tokens of all prompts in its queue, as it has said at ``queued_seconds``.
-        has_others: another engine than this one has answered.
-        has_clients: it may have clients of its own, as far as it has said.
-        answers_look_ups: it has said in time how much of the last prompt it has cached. Else nobody waits for it.
-    """
-
-    url: str
-    address: str = ""
-    engine: RemotePrefill | None = None
-    last_engine: RemotePrefill | None = None
-    num_doubts: int = 0
-    asked: dict[int, tuple[int, float]] = field(default_factory=dict)
-    num_failures: int = 0
-    num_refused: int = 0
-    num_outages: int = 0
-    failure: Outcome | None = None
-    rests_until_seconds: float = 0.0
-    trial: Trial | None = None
-    trial_until_seconds: float = 0.0
-    refused_seconds: float = 0.0
-    last_sign_seconds: float = 0.0
-    checked_seconds: float = 0.0
-    busy_since_seconds: float = 0.0
-    queued_tokens: int = 0
-    queued_seconds: float = 0.0
-    has_others: bool = False
-    has_clients: bool = False
-    answers_look_ups: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.url} ({self.address})" if self.address else self.url
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it rests because it was busy, so that it is worth waiting for."""
-        return self.failure is not None and self.failure.is_busy
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this engine's own server was the last behind it, or still is."""
-        return self.failure is not None and self.failure.is_own
-
-    def num_tokens(self, now_seconds: float) -> int:
-        """How many tokens of prompts it has to compute."""
-        is_fresh = now_seconds < self.queued_seconds + FRESH_SECONDS
-        return max(sum(num_tokens for num_tokens, _ in self.asked.values()), self.queued_tokens if is_fresh else 0)
 
 
 class Choice(NamedTuple):
@@ -174,8 +97,11 @@ class Servers:
         self.all = [Server(url) for url in urls]
         self.rested_at_seconds: float | None = None
         self._noted: frozenset[tuple[Server, bool]] = frozenset()
-        # For single prompts, since `note_rests`.
+        # Since `note_rests`, for single prompts.
         self._failed: set[Server] = set()
+        # The last request that a server was asked for after a failure, whose KV shows whether it serves again; and when
+        # the next one is the trial: this one's answer may be lost, or decode not begin it.
+        self._trials: dict[Server, tuple[Wanted, float]] = {}
         # Not at their name's addresses any more, but they owe answers.
         self._leaving: list[Server] = []
         # With how often the server had failed then: one that was restarted has nothing cached.
@@ -189,6 +115,8 @@ class Servers:
             self.all += [of_url.get(address) or Server(url, address) for address in addresses or ("",)]
             left = [one for one in (*self._leaving, *of_url.values()) if one not in self.all]
             self._leaving = [one for one in dict.fromkeys(left) if one.asked]
+            for one in left:
+                self._trials.pop(one, None)
 
     def choose(
         self,
@@ -245,12 +173,11 @@ class Servers:
     def rests(self, server: Server) -> bool:
         """Whether a server is not asked now: its pause lasts, or it is on trial. That counts only if decode computes
         the others, or another server may: where all have failed, each prompt would wait for those before it."""
-        now = self.clock.now_seconds()
-        if server.trial is not None and (server.trial.server is not server or now >= server.trial_until_seconds):
-            server.trial = None
-        counts = self._computes or server.is_own or any(map(_is_reached, self.all))
-        is_on_trial = server.trial is not None and counts
-        return is_on_trial or self.pauses(server)
+        trial, until_seconds = self._trials.get(server, (None, 0.0))
+        if trial is None or trial.server is not server or self.clock.now_seconds() >= until_seconds:
+            self._trials.pop(server, None)
+            return self.pauses(server)
+        return self._computes or server.is_own or any(map(_is_reached, self.all)) or self.pauses(server)
 
     @property
     def have_changed(self) -> bool:
@@ -262,18 +189,18 @@ class Servers:
         self._failed.clear()
         # First: a pause that ends meanwhile is looked at again.
         now = self.clock.now_seconds()
-        ends = (at for one in self.all for at in (one.rests_until_seconds, one.trial_until_seconds) if at > now)
-        self.rested_at_seconds = min(ends, default=None)
+        ends = (*(one.rests_until_seconds for one in self.all), *(at for _, at in self._trials.values()))
+        self.rested_at_seconds = min((at for at in ends if at > now), default=None)
         before, self._noted = self._noted, self._rests_now()
         return before != self._noted
 
     def _rests_now(self) -> frozenset[tuple[Server, bool]]:
         return frozenset((one, self.rests(one)) for one in self.all)
 
-    def tries(self, server: Server, trial: Trial) -> None:
+    def tries(self, server: Server, trial: Wanted) -> None:
         """A server is asked for a request, or what it has cached is fetched."""
         if server.failure is not None and not server.is_busy:
-            server.trial, server.trial_until_seconds = trial, self.clock.now_seconds() + self._silence_seconds
+            self._trials[server] = trial, self.clock.now_seconds() + self._silence_seconds
             # Whoever waits for it has to be woken when that ends.
             self._noted = frozenset()
 
@@ -314,7 +241,8 @@ class Servers:
     def served(self, server: Server) -> None:
         if server.failure is not None:
             logger.info("Prefill server %s serves again", server)
-        server.num_failures, server.failure, server.rests_until_seconds, server.trial = 0, None, 0.0, None
+        server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0
+        self._trials.pop(server, None)
 
     def judged(self, server: Server, outcome: Outcome) -> Outcome:
         """What to make of an outcome: a server that is busy for too long, and answers nobody meanwhile, is a balancer

@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvcached_nixl.deadlines import Clock, Deadlines
-from kvcached_nixl.scheduler.asking.servers import Server
+from kvcached_nixl.scheduler.asking.server import Server
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.params import RemotePrefill
 from kvcached_nixl.wire.question import Outcome, Question

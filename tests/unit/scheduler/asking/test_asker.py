@@ -19,7 +19,7 @@ from support.waiting import until
 
 from kvcached_nixl.scheduler.asking import asker as module
 from kvcached_nixl.scheduler.asking.asker import Asker, taken
-from kvcached_nixl.scheduler.asking.servers import Server
+from kvcached_nixl.scheduler.asking.server import Server
 from kvcached_nixl.wire.question import (
     ASKED_PATH,
     LOOK_UP_PATH,

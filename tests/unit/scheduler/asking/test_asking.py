@@ -17,7 +17,7 @@ from support.engine_fakes import context
 from kvcached_nixl.scheduler.asking import servers
 from kvcached_nixl.scheduler.asking.asking import Asking
 from kvcached_nixl.scheduler.asking.local import LocalPrefills
-from kvcached_nixl.scheduler.asking.servers import Server
+from kvcached_nixl.scheduler.asking.server import Server
 from kvcached_nixl.scheduler.asking.settings import AskSettings
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
