@@ -244,7 +244,7 @@ class PrefillOffers:
         if one is None:
             return
         one.block_ids = ()
-        if not one.is_read:
+        if not self.is_read(request_id):
             return
         one.ready_tokens, one.manifest = 0, None
         one.is_read = one.is_streamed = False

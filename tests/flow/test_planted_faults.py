@@ -27,7 +27,7 @@ from support.flow_schedule import Schedule
 from kvcached_nixl.scheduler.asking import questions
 from kvcached_nixl.settings import TransferMode
 
-SEEDS = 300
+SEEDS = 400
 
 
 def schedules() -> None:
