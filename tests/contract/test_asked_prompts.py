@@ -208,7 +208,7 @@ def test_an_image_is_known_by_its_bytes(client: Client) -> None:
 
 
 def test_no_client_names_its_image_as_another_one() -> None:
-    """Prefill's caches would give it to requests of others: whoever has the same picture can compute its names."""
+    """Prefill would use it for other users' requests. Its names can be computed from the picture that they send."""
     model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=1))
     cache = SimpleNamespace(enable_prefix_caching=True)
     renderer = SimpleNamespace(model_config=model, config=SimpleNamespace(cache_config=cache))
