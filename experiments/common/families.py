@@ -9,14 +9,19 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from experiments.common import device
 from experiments.common.model import make
 from experiments.common.servers import python_path, tag_of
 from kvcached_nixl.vllm.adapter.versions import COUNTS_EXTERNAL_WEIGHTS, installed_has
 
+SERVED_FROM = "0.28"
+"""The first vLLM whose CPU build serves these models with kvcached and the locked transformers, as far as tested."""
 STAND_INS = Path(__file__).resolve().parent / "stand_ins"
 
 
@@ -53,6 +58,17 @@ class Family:
     has_mamba2: bool = False
     fewest_tokens: int = 3
     imports_torchvision: bool = False
+
+    def reason_to_skip(self, caches_prefixes: bool = True) -> str | None:
+        """Why the installed vLLM cannot serve it here, as far as tested; None if it can."""
+        vllm = version("vllm")
+        if Version(vllm) < Version(SERVED_FROM):
+            return f"vLLM {SERVED_FROM} is the first that serves this model here"
+        if self.has_mamba2 and vllm.startswith("0.31.") and not device.has_gpu():
+            return "this vLLM's CPU build has no convolution in float32"
+        if caches_prefixes and not self.caches_prefixes:
+            return "this vLLM's CPU build cannot compute Mamba2 with prefix caching"
+        return None
 
     @property
     def caches_prefixes(self) -> bool:

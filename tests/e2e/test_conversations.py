@@ -98,8 +98,8 @@ def test_turns_are_computed_at_home_and_elsewhere_their_history_is_fetched_from_
         questions = total(servers, "vllm:request_success_total") - turns
         assert arm.family or questions == CONVERSATIONS, "only the first turns are computed by another server"
 
-    if arm.family and not FAMILIES[arm.family].caches_prefixes:
-        pytest.skip("vLLM caches no prefixes of this model on a CPU")
+    if arm.family and (reason := FAMILIES[arm.family].reason_to_skip()):
+        pytest.skip(reason)
     # What is measured differs from run to run.
     with peers(arm, tmp_path, max_local_prefill_tokens=NEW_TOKENS + TOKENS + 4 * BLOCK_SIZE) as (running, stock):
         asyncio.run(run(running.servers, stock))

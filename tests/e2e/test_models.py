@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 from experiments.common import device
 from experiments.common import model as models
@@ -133,21 +132,15 @@ CASES = {
         rounds=True,
     ),
 }
-SERVED_FROM = "0.28"
-"""The first vLLM whose CPU build serves Gemma 4 with kvcached, as far as tested."""
 
 
 def skip_if_not_served(case: Case) -> None:
-    vllm = version("vllm")
-    if case.family and Version(vllm) < Version(SERVED_FROM):
-        pytest.skip(f"vLLM {SERVED_FROM} is the first that serves this model here")
-    if case.contiguous and not device.serves_contiguous(vllm):
+    if case.contiguous and not device.serves_contiguous(version("vllm")):
         pytest.skip("the CPU's attention of this vLLM supports no layout with all layers in a block")
-    if case.family and FAMILIES[case.family].has_mamba2 and vllm.startswith("0.31.") and not device.has_gpu():
-        pytest.skip("this vLLM's CPU build has no convolution in float32")
-    caches_prefixes = "--no-enable-prefix-caching" not in case.arguments
-    if case.family and caches_prefixes and not FAMILIES[case.family].caches_prefixes:
-        pytest.skip("this vLLM's CPU build cannot compute Mamba2 with prefix caching")
+    if case.family:
+        caches_prefixes = "--no-enable-prefix-caching" not in case.arguments
+        if reason := FAMILIES[case.family].reason_to_skip(caches_prefixes):
+            pytest.skip(reason)
 
 
 @pytest.mark.parametrize("case", list(CASES))
