@@ -270,6 +270,7 @@ class Outcome(msgspec.Struct, frozen=True):
         is_of_adapter: it may be for the prompt's adapter, which the server lacks, or has in another version.
         is_of_engine: the engine that was named to decode is not there; the server may have another one by now.
         is_own: decode's own engine has answered.
+        is_late: it has answered with an offer, and its KV has not come within the whole deadline.
         has_prompt: the server had the whole prompt when its connection ended, or has answered nothing since.
         retry_after_seconds: what it said.
     """
@@ -281,6 +282,7 @@ class Outcome(msgspec.Struct, frozen=True):
     is_of_adapter: bool = False
     is_of_engine: bool = False
     is_own: bool = False
+    is_late: bool = False
     has_prompt: bool = False
     retry_after_seconds: float = 0.0
 

@@ -16,7 +16,7 @@ import msgspec
 from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.local import BreakEven
 from kvcached_nixl.scheduler.asking.server import Server
-from kvcached_nixl.scheduler.asking.servers import LONGEST_PAUSE_SECONDS, Choice, Servers
+from kvcached_nixl.scheduler.asking.servers import Choice, Servers
 from kvcached_nixl.scheduler.asking.wanted import Stage, Wanted
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.headroom import AskingFigures, Ended
@@ -136,14 +136,12 @@ class Questions:
         is_unproven = cause is FailureCause.UNREACHABLE or (has_adapter and cause is FailureCause.DEADLINE)
         is_of_engine = wanted.named is not None and is_unproven
         is_of_server = cause in _OF_SERVER and not is_of_engine
-        # A server whose KV never comes costs a prompt a whole timeout, and its blocks for longer.
-        pause_seconds = LONGEST_PAUSE_SECONDS if cause is FailureCause.DEADLINE else 0.0
         outcome = Outcome(
             str(failure),
             is_of_server=is_of_server,
             is_of_adapter=is_of_adapter,
             is_of_engine=is_of_engine,
-            retry_after_seconds=pause_seconds,
+            is_late=cause is FailureCause.DEADLINE,
         )
         self.close(wanted, outcome.ended)
         if cause not in _OF_DECODE:
@@ -169,7 +167,7 @@ class Questions:
         wanted.lacking.difference_update(wanted.tried)
         if outcome.is_of_adapter:
             wanted.lacking.add(wanted.tried.pop())
-        elif outcome.is_busy or (outcome.is_of_engine and not outcome.retry_after_seconds):
+        elif outcome.is_busy or (outcome.is_of_engine and not outcome.is_late):
             # KV that is late has cost a whole timeout, whosever fault it was.
             wanted.tried.pop()
         elif outcome.is_of_server and self._is_required and wanted.num_lost <= MOST_LOST:

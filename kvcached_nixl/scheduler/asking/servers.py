@@ -276,7 +276,8 @@ class Servers:
             return
         pause_seconds = min(SHORTEST_PAUSE_SECONDS * 2.0 ** min(server.num_failures - 1, 10), LONGEST_PAUSE_SECONDS)
         pause_seconds = max(failure.retry_after_seconds, pause_seconds * self.random.uniform(0.5, 1))
-        pause_seconds = LONGEST_PAUSE_SECONDS if is_own else pause_seconds
+        # A server whose KV never comes costs a prompt a whole timeout, and its blocks for longer.
+        pause_seconds = LONGEST_PAUSE_SECONDS if is_own or failure.is_late else pause_seconds
         if server.failure is None:
             level = logging.INFO if is_own else logging.WARNING
             logger.log(level, "Prefill server %s is not asked for %.1f s: %s", server, pause_seconds, failure.reason)
