@@ -306,6 +306,7 @@ RUBBISH = {
     "many frames": (b"", b"", b"", b"x"),
     "too long": (b"", b"x" * 5000),
     "half a character": (b"", b"\x92\xa1\xff\x00"),
+    "a map as a key": (b"", b"\x81\x80\x01"),
     "another key": (b"", msgspec.msgpack.encode([module.WAKE, b"yek"])),
 }
 
@@ -317,6 +318,13 @@ def test_what_cannot_be_read_ends_nothing(own: Own, kind: str) -> None:
         own.say(*RUBBISH[kind])
     assert msgspec.msgpack.decode(own.ask((ASK, 1))[0])["compatibility_hash"] == "tag 1"
     assert not own.woken.is_set()
+
+
+def test_what_fails_for_one_message_ends_nothing(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the listener's thread no peer would get an answer any more."""
+    monkeypatch.setattr(own.listener, "_woken", lambda: [][0])
+    own.say(b"", msgspec.msgpack.encode([module.WAKE, b"key"]))
+    assert msgspec.msgpack.decode(own.ask((ASK, 1))[0])["compatibility_hash"] == "tag 1"
 
 
 def test_a_question_of_any_depth_ends_nothing(own: Own) -> None:
