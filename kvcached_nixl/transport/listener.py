@@ -42,6 +42,7 @@ _T = TypeVar("_T")
 _WATCH_SECONDS = 0.1
 """How often the listener calls ``watch``, and looks whether it is to stop."""
 _LONGEST_QUESTION_BYTES = 1024
+_MOST_UNREAD_ANSWERS = 8
 
 WAIT_SECONDS = 2.0
 """How long a start waits for the check. What it finds later is logged."""
@@ -86,6 +87,8 @@ class Listener:
         self._socket.setsockopt(zmq.LINGER, 0)
         # Without a limit, a message of any size would be read into memory before its size is checked.
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
+        # A peer asks again over another connection: answers that one does not read must not pile up.
+        self._socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD_ANSWERS)
         try:
             self._bind(addresses, port)
         except OSError:
