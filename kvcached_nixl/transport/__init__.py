@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries what engines say. `agent`: bytes and notifications, with NIXL; `side_channel`: handshakes."""
+"""Carries what engines say. `agent`: bytes and notifications, with NIXL; `side_channel`: handshakes, in `zmtp`."""

@@ -42,6 +42,7 @@ _T = TypeVar("_T")
 _WATCH_SECONDS = 0.1
 """How often the listener calls ``watch``, and looks whether it is to stop."""
 _LONGEST_QUESTION_BYTES = 1024
+_MOST_UNREAD_ANSWERS = 8
 
 WAIT_SECONDS = 2.0
 """How long a start waits for the check. What it finds later is logged."""
@@ -86,6 +87,8 @@ class Listener:
         self._socket.setsockopt(zmq.LINGER, 0)
         # Without a limit, a message of any size would be read into memory before its size is checked.
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
+        # A peer asks again over another connection: answers that one does not read must not pile up.
+        self._socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD_ANSWERS)
         try:
             self._bind(addresses, port)
         except OSError:
@@ -121,7 +124,12 @@ class Listener:
         try:
             while not self._closing.is_set():
                 if self._socket.poll(int(_WATCH_SECONDS * 1000)):
-                    self._take(self._socket.recv_multipart())
+                    frames = self._socket.recv_multipart()
+                    try:
+                        self._take(frames)
+                    except Exception:
+                        # Anybody may send anything, and without this thread no peer gets an answer any more.
+                        logger.warning("Dropped a message to the side channel that cannot be read", exc_info=True)
                 self._try(self._watch)
         finally:
             self._context.destroy(linger=0)
@@ -133,11 +141,7 @@ class Listener:
                 "Dropped a message to the side channel: found %d frames; expected 3, and a short request", len(frames)
             )
             return
-        try:
-            said = msgspec.msgpack.decode(question)
-        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-            logger.warning("Dropped a message to the side channel that cannot be read: %s", error)
-            return
+        said = msgspec.msgpack.decode(question)
         if not isinstance(said, list) or len(said) not in (2, 3):
             logger.warning("Dropped a message to the side channel: expected a request for a rank's handshake")
         elif said == [WAKE, self._key]:

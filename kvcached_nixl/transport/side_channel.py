@@ -13,7 +13,7 @@ import ipaddress
 import itertools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -23,6 +23,8 @@ import zmq
 
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.side_channel_address import Endpoint, look_up
+from kvcached_nixl.transport import zmtp
+from kvcached_nixl.wire.checked import Malformed, decoder
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -45,21 +47,21 @@ class Reply(msgspec.Struct):
 class SideChannel:
     """Requests handshakes from peers' side channels, any number at a time, and wakes this engine through its own.
 
-    Everything runs on one thread, which starts with the first call.
+    Everything runs on one thread, until `close`. Raises OSError: there are no file descriptors for it.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._context: Any = None
         self._asked_at_once = asyncio.Semaphore(_ASKED_AT_ONCE)
         self._asked_there: WeakValueDictionary[tuple[str, int], asyncio.Semaphore] = WeakValueDictionary()
+        self._context: Any = None
         self._own: dict[tuple[str, int], Any] = {}
         self._names = ThreadPoolExecutor(_LOOKED_UP_AT_ONCE, "kvcached-nixl-names")
         self._looking_up = asyncio.Semaphore(_LOOKED_UP_AT_ONCE)
         self._lookups: set[asyncio.Future[list[str]]] = set()
         self._looked_up: dict[str, list[str]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kvcached-nixl-handshakes", daemon=True)
+        self._thread.start()
 
     def ask(self, host: str, port: int, tp_rank: int, pp_rank: int = 0) -> Future[tuple[str, bytes]]:
         """Requests the (compatibility string, metadata) of a rank.
@@ -68,39 +70,26 @@ class SideChannel:
         at the address, with another `OSError` or a `TimeoutError` if that is not known, and with `ValueError` if the
         answer cannot be read.
         """
-        return asyncio.run_coroutine_threadsafe(self._ask(host, port, (ASK, pp_rank, tp_rank)), self._running())
+        return asyncio.run_coroutine_threadsafe(self._ask(host, port, (ASK, pp_rank, tp_rank)), self._loop)
 
     def ask_headroom(self, host: str, port: int) -> Future[bytes]:
         """Requests an engine's headroom, encoded; empty if it does not know it. Fails as `ask` does."""
-        return asyncio.run_coroutine_threadsafe(self._ask_headroom(host, port), self._running())
+        return asyncio.run_coroutine_threadsafe(self._answer(host, port, (HEADROOM, 0)), self._loop)
 
     def wake(self, host: str, port: int, key: str) -> None:
         """Tells this engine's own listener that a worker has something to report. The message may get lost."""
-        self._running().call_soon_threadsafe(self._wake, host, port, key)
+        self._loop.call_soon_threadsafe(self._wake, host, port, key)
 
     def close(self) -> None:
-        """Stops the thread; requests that are under way are cancelled."""
-        with self._lock:
-            loop, thread, self._loop = self._loop, self._thread, None
-        if loop is not None and thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
+        """Stops the thread; requests that are under way are cancelled. Call nothing but this afterwards."""
+        # It may have been closed before.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
-    def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._loop,), name="kvcached-nixl-handshakes", daemon=True
-                )
-                self._thread.start()
-            return self._loop
-
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        from zmq.asyncio import Context
-
+    def _run(self) -> None:
+        loop = self._loop
         asyncio.set_event_loop(loop)
-        self._context = Context()
         try:
             loop.run_forever()
         finally:
@@ -108,50 +97,50 @@ class SideChannel:
             for task in pending:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-            for own in self._own.values():
-                own.close(0)
-            self._context.destroy(linger=0)
+            if self._context is not None:
+                self._context.destroy(linger=0)
             self._names.shutdown(wait=False, cancel_futures=True)
             for lookup in set(self._lookups):
                 lookup.cancel()
             loop.close()
 
     async def _ask(self, host: str, port: int, question: tuple[object, ...]) -> tuple[str, bytes]:
-        frames = await self._exchanged(host, port, question)
+        answer = await self._answer(host, port, question)
         try:
-            reply = msgspec.msgpack.decode(frames[0], type=Reply)
-        except (msgspec.MsgspecError, RecursionError, UnicodeError, IndexError) as error:
-            raise ValueError(
-                f"the answer of the side channel at {Endpoint(host, port)} cannot be read: {error}"
-            ) from error
+            reply = _read_reply(answer)
+        except Malformed as error:
+            raise _unreadable(host, port, error) from error
         return reply.compatibility_hash, reply.agent_metadata_bytes
 
-    async def _ask_headroom(self, host: str, port: int) -> bytes:
-        frames = await self._exchanged(host, port, (HEADROOM, 0))
-        return bytes(frames[0]) if frames else b""
-
-    async def _exchanged(self, host: str, port: int, question: tuple[object, ...]) -> list[bytes]:
+    async def _answer(self, host: str, port: int, question: tuple[object, ...]) -> bytes:
+        """The first frame of an answer. vLLM's clock, which may follow, is not used."""
         there = self._asked_there.setdefault((host, port), asyncio.Semaphore(_ASKED_AT_ONCE_THERE))
+        opened: list[asyncio.StreamWriter] = []
         async with there, self._asked_at_once:
-            address = await self._listening(host, port)
             try:
-                with self._context.socket(zmq.REQ) as asking:
-                    asking.setsockopt(zmq.LINGER, 0)
-                    asking.setsockopt(zmq.MAXMSGSIZE, _LONGEST_ANSWER_BYTES)
-                    asking.setsockopt(zmq.IPV6, int(":" in address))
-                    asking.connect(url(address, port))
-                    await asking.send(msgspec.msgpack.encode(question))
-                    return list(await asyncio.wait_for(asking.recv_multipart(), _REPLY_SECONDS))
-            except asyncio.TimeoutError as error:
-                reason = f"the side channel at {Endpoint(host, port)} does not answer within {_REPLY_SECONDS:g} s"
-                raise TimeoutError(reason) from error
-            except zmq.ZMQError as error:
-                reason = f"no request could be sent to the side channel at {Endpoint(host, port)}: {error}"
-                raise OSError(reason) from error
+                streams = await self._connected(host, port, opened)
+                asking = zmtp.ask(*streams, msgspec.msgpack.encode(question), _LONGEST_ANSWER_BYTES)
+                return await self._in_time(host, port, asking)
+            finally:
+                for one in opened:
+                    one.close()
 
-    async def _listening(self, host: str, port: int) -> str:
-        """An address of the host at which something listens. ZMQ itself would retry without reporting anything."""
-        trying = [asyncio.ensure_future(self._reached(one, port)) for one in await self._addresses(host)]
+    async def _in_time(self, host: str, port: int, asking: Coroutine[None, None, list[bytes]]) -> bytes:
+        try:
+            return (await asyncio.wait_for(asking, _REPLY_SECONDS))[0]
+        except asyncio.TimeoutError as error:
+            reason = f"the side channel at {Endpoint(host, port)} does not answer within {_REPLY_SECONDS:g} s"
+            raise TimeoutError(reason) from error
+        except (OSError, EOFError) as error:
+            raise OSError(f"the side channel at {Endpoint(host, port)} has closed the connection: {error}") from error
+        except ValueError as error:
+            raise _unreadable(host, port, error) from error
+
+    async def _connected(
+        self, host: str, port: int, opened: list[asyncio.StreamWriter]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The first connection to an address of the host. Whoever calls closes all that were ``opened``."""
+        trying = [asyncio.ensure_future(self._reached(one, port, opened)) for one in await self._addresses(host)]
         failures: list[OSError] = []
         try:
             for one in asyncio.as_completed(trying):
@@ -165,13 +154,15 @@ class SideChannel:
         # ConnectionRefusedError means that nothing listens, so it is raised only if every address refuses.
         raise next((one for one in failures if not isinstance(one, ConnectionRefusedError)), failures[0])
 
-    async def _reached(self, address: str, port: int) -> str:
+    async def _reached(
+        self, address: str, port: int, opened: list[asyncio.StreamWriter]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), _REPLY_SECONDS)
+            streams = await asyncio.wait_for(asyncio.open_connection(address, port), _REPLY_SECONDS)
         except asyncio.TimeoutError as error:
             raise TimeoutError(f"no connection to {Endpoint(address, port)} within {_REPLY_SECONDS:g} s") from error
-        writer.close()
-        return address
+        opened.append(streams[1])
+        return streams
 
     async def _addresses(self, host: str) -> list[str]:
         with contextlib.suppress(ValueError):
@@ -195,16 +186,25 @@ class SideChannel:
         return addresses
 
     def _wake(self, host: str, port: int, key: str) -> None:
-        own = self._own.get((host, port))
-        if own is None:
-            own = self._own[host, port] = zmq.Context.shadow(self._context.underlying).socket(zmq.DEALER)
-            own.setsockopt(zmq.LINGER, 0)
-            own.setsockopt(zmq.IPV6, int(":" in host))
-            own.connect(url(host, port))
         try:
+            own = self._own.get((host, port))
+            if own is None:
+                self._context = self._context or zmq.Context()
+                own = self._context.socket(zmq.DEALER)
+                own.setsockopt(zmq.LINGER, 0)
+                own.setsockopt(zmq.IPV6, int(":" in host))
+                own.connect(url(host, port))
+                self._own[host, port] = own
             own.send_multipart([b"", msgspec.msgpack.encode((WAKE, key.encode()))], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.info("The engine was not woken for a worker's report: %s", error)
+
+
+_read_reply: decoder[Reply] = decoder(Reply)
+
+
+def _unreadable(host: str, port: int, error: ValueError) -> ValueError:
+    return ValueError(f"the answer of the side channel at {Endpoint(host, port)} cannot be read: {error}")
 
 
 def url(address: str, port: int) -> str:

@@ -79,7 +79,7 @@ class decoder(Generic[T]):
     def __init__(self, kind: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
-    def __call__(self, encoded: bytes) -> T:
+    def __call__(self, encoded: bytes | bytearray) -> T:
         try:
             return self._decoder.decode(encoded)
         except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as error:

@@ -75,6 +75,11 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Its number among all workers of its engine, as vLLM counts them."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
+    @property
+    def engine(self) -> str:
+        """Names its engine. An operator may give several engines one ``engine_id``."""
+        return f"{self.engine_id} at {self.host}:{self.port}"
+
 
 class _OfAttempt(_Said, frozen=True):
     attempt: Attempt

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from kvcached_nixl.wire.checked import Identifier
+from kvcached_nixl.wire.checked import Identifier, Malformed, decoder
 from kvcached_nixl.wire.headroom import Computed, Ended
 from kvcached_nixl.wire.params import HEADROOM_KEY, RemotePrefill, count_of, params_to_prefill
 
@@ -189,11 +189,14 @@ def _check_features(features: Iterable[Feature], num_tokens: int) -> None:
         taken[place] = (mask | here).to_bytes(one.length, "little")
 
 
+_read_prompt: decoder[Prompt] = decoder(Prompt)
+
+
 def decode_prompt(body: bytes | bytearray) -> Prompt:
     """Returns a prompt that shares its body's memory. Raises ValueError: found and expected, in words."""
     try:
-        return msgspec.msgpack.decode(body, type=Prompt)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _read_prompt(body)
+    except Malformed as error:
         raise ValueError(f"This is no prompt that kvcached_nixl sends: {error}. Use the same version of it.") from error
 
 

@@ -771,6 +771,7 @@ def stranger(pair: Pair, to: Engine, *notifications: bytes) -> None:
     agent.add_peer(worker.agent.metadata())
     for notification in notifications:
         agent.send(worker.agent_name, notification)
+    agent.remove_peer(worker.agent_name)
 
 
 def test_another_agent_cannot_withdraw(push: Pair) -> None:

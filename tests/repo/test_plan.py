@@ -24,6 +24,7 @@ def test_every_test_is_in_some_job() -> None:
     files |= {f"stacks/{path.name}" for path in (TESTS / "stacks").glob("test_*.py")}
     assert {what for what in MINUTES if what.startswith(("e2e/", "stacks/"))} == files
     assert {what.partition("/")[0] for what in MINUTES} == set(TIERS)
+    assert not [*TESTS.rglob("*.orig"), *TESTS.rglob("*.rej")], "left by a merge or a patch"
 
 
 def test_the_eight_newest_series_are_supported() -> None:

@@ -33,6 +33,7 @@ from support.internals import (
     leftovers,
     renewals_of,
     report_of,
+    stray_connections,
     tokens_of,
     unfinished_handshakes,
 )
@@ -410,6 +411,7 @@ def _left_on_worker(worker: Worker) -> Iterator[str]:
         yield from leftovers(worker.staging, worker.copier)
         if any(worker.copier.slots.taken) or any(map(worker.copier.slots.used, Use)):
             yield f"slots: {[slot for slot, taken in enumerate(worker.copier.slots.taken) if taken]}"
+    yield from (f"a connection to {one}" for one in stray_connections(context, worker.agent.peers))
     yield from (f"a handshake with {one}" for one in unfinished_handshakes(context.peers))
     if worker.agent.inbox:
         yield "a message that was not handled"

@@ -124,6 +124,15 @@ def agents_of(peers: Peers) -> list[str]:
     return [link.last_agent for link in peers._links.values() if link.last_agent is not None]
 
 
+def stray_connections(context: WorkerContext, connections: Collection[str]) -> set[str]:
+    """Returns those of NIXL's connections that lead to no connected rank, nor to a gate of one that is remembered."""
+    connected = {link.known.agent for link in context.peers._links.values() if link.known is not None}
+    remembered = agents_of(context.peers)
+    return {one for one in connections if one not in connected} - {
+        gate for gate, agent in gates_of(context.gate_connections).items() if agent in remembered
+    }
+
+
 def num_open(gates: WriteGates) -> int:
     """Returns the number of gates that are not closed."""
     return (gates._present is not None) + len(gates._retired)

@@ -307,7 +307,7 @@ class WritePart(Part):
         if context.staging is not None:
             if attempt.staging_window is None:
                 step = context.local.step_tokens([group.kernel_block_size for group in known.rank.groups])
-                window = attempt.blocks, spec.end_token, step, len(attempt.parts), spec.prefill.engine_id
+                window = attempt.blocks, spec.end_token, step, len(attempt.parts), self.address.engine
                 attempt.staging_window = StagingWindow(context.staging, *window)
             self._staging_window = attempt.staging_window
             self._staging_window.join(self.address.rank, self._send_grant, contained(attempt.fail)(self._copied))

@@ -77,9 +77,9 @@ class WriteTask:
         return self.agent, self.registration.attempt
 
     @property
-    def decode_id(self) -> str:
+    def decode_engine(self) -> str:
         """The engine that has registered."""
-        return self.registration.decode.engine_id
+        return self.registration.decode.engine
 
     @property
     def is_complete(self) -> bool:

@@ -91,7 +91,7 @@ class Staged(FromBlocks):
         for window in task.windows:
             if window.first_token <= task.next_token < window.end_token:
                 return (window.end_token, window) if not window.copies else None
-        if len(task.windows) < WINDOWS and not self._staging.is_waiting(Use.SENDING, task, task.decode_id):
+        if len(task.windows) < WINDOWS and not self._staging.is_waiting(Use.SENDING, task, task.decode_engine):
             self._open(task, end_token)
         return None
 
@@ -110,7 +110,7 @@ class Staged(FromBlocks):
             self._staging.forget(Use.PARKED, one)
             self._unpark(one)
             return
-        self._staging.forget(Use.SENDING, one, one.decode_id)
+        self._staging.forget(Use.SENDING, one, one.decode_engine)
         windows, one.windows = one.windows, []
         for window in windows:
             self._let_go(window)
@@ -175,9 +175,9 @@ class Staged(FromBlocks):
             reason = f"found a registration of {len(groups)} KV-cache groups; expected {len(offer.blocks)}"
             raise HandOverFailed(FailureCause.RANGE, reason)
         step = self._local.step_tokens(task.registration.block_sizes)
-        held = self._staging.take(Use.SENDING, groups, first_token, end_token, step, owner=task.decode_id)
+        held = self._staging.take(Use.SENDING, groups, first_token, end_token, step, owner=task.decode_engine)
         if held is None:
-            self._staging.wait(Use.SENDING, task, lambda: self._open_late(task, end_token), task.decode_id)
+            self._staging.wait(Use.SENDING, task, lambda: self._open_late(task, end_token), task.decode_engine)
             return False
         task.windows.append(held)
 

@@ -108,7 +108,7 @@ class PeerListener:
         """Nobody listens at an agent's address: its process may have ended, or only its listener."""
 
     def disconnected(self, agent: str) -> None:
-        """The connection to an agent is about to be taken down."""
+        """The connection to an agent is about to be taken down, or the agent to be forgotten."""
 
 
 @dataclass(eq=False)
@@ -362,6 +362,9 @@ class Peers:
         self._forget(link)
         agent, link.last_agent = link.last_agent, None
         if agent is not None and not self._links_of(agent):
+            for one in self._listeners:
+                # Also if the connection was taken down before: there may be new ones to gates of the agent.
+                one.disconnected(agent)
             for one in self._listeners:
                 one.dead(agent)
 

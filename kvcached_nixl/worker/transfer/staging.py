@@ -36,7 +36,7 @@ class Held:
     """Slots that hold the KV of a range of tokens.
 
     Attributes:
-        owner: the engine that writes into the slots or is sent them; "" if they are parked.
+        owner: the engine (`Peer.engine`) that writes into the slots or is sent them; "" if they are parked.
         groups: per KV-cache group, the slab's blocks of the tokens that are moved of it.
         slots: that these blocks are in.
         staged_token: tokens before this one are in the slots.
@@ -270,7 +270,7 @@ class StagingWindow:
     Attributes:
         blocks: per KV-cache group, the kernel blocks to fill.
         step: ranges end at multiples of this many tokens (`LocalRank.step_tokens`).
-        num_writers, engine_id: ranks of prefill that have some of the bytes, and their engine.
+        num_writers, engine: ranks of prefill that have some of the bytes, and their engine.
     """
 
     staging: Staging
@@ -278,7 +278,7 @@ class StagingWindow:
     end_token: int
     step: int
     num_writers: int
-    engine_id: str
+    engine: str
     _writers: dict[int, _Writer] = field(default_factory=dict)
     _given: list[Held] = field(default_factory=list)
     _is_closed: bool = False
@@ -320,7 +320,7 @@ class StagingWindow:
         self._is_closed = True
         for held in self._given:
             self.staging.mark_stuck(held)
-        self.staging.forget(Use.RECEIVING, self, self.engine_id)
+        self.staging.forget(Use.RECEIVING, self, self.engine)
 
     def close(self, rank: int) -> None:
         """A rank does not write any more, and no more tokens are wanted. Frees the slots after the last rank's call."""
@@ -334,9 +334,9 @@ class StagingWindow:
         if self._is_closed or len(self._writers) < self.num_writers or self._given_token >= ready:
             return True
         firsts = [group.first_token for group in self.blocks]
-        held = self.staging.take(Use.RECEIVING, firsts, self._given_token, ready, self.step, owner=self.engine_id)
+        held = self.staging.take(Use.RECEIVING, firsts, self._given_token, ready, self.step, owner=self.engine)
         if held is None:
-            self.staging.wait(Use.RECEIVING, self, self._give_late, self.engine_id)
+            self.staging.wait(Use.RECEIVING, self, self._give_late, self.engine)
             return False
         self._given.append(held)
         self._given_token = held.end_token

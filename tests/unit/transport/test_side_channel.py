@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
+from itertools import chain, repeat
 from typing import Any
 
 import msgspec
@@ -200,6 +203,56 @@ def test_an_answer_that_is_none_is_an_error_of_its_own(
         channel.ask("127.0.0.1", listener.port, 0).result(JOIN_SECONDS)
 
 
+GREETING = b"\xff" + bytes(8) + b"\x7f\3\1" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\4\x06\5READY"
+MIB = 1 << 20
+HOSTILE: dict[str, tuple[Iterable[bytes], str]] = {
+    "HTTP": ([b"HTTP/1.1 400 Bad Request"], "HTTP"),
+    "an older ZMTP": ([GREETING[:10] + b"\1" + GREETING[11:]], "version 1"),
+    "another mechanism": ([GREETING.replace(b"NULL", b"CURV")], "CURV"),
+    "an error": ([GREETING, b"\4\7\5ERROR\0"], "an error"),
+    "an answer before the question": ([GREETING, b"\1\0\0\1x"], "2 frames"),
+    "no empty frame": ([GREETING, READY, b"\0\1x"], "1 frames"),
+    "an empty frame only": ([GREETING, READY, b"\0\0"], "1 frames"),
+    "flags that are none": ([GREETING, READY, b"\x08\0"], "flags 0x8"),
+    "a frame without end": ([GREETING, READY, b"\2" + b"\xff" * 8, *[bytes(MIB)] * 999], "frame of .* bytes"),
+    "frames without end": (chain([GREETING, READY], repeat(b"\3" + MIB.to_bytes(8, "big") + bytes(MIB))), "7 frames"),
+    "commands without end": (chain([GREETING], repeat(READY)), "0 frames"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_host_that_a_client_has_named_says_no_more_than_an_answer(channel: SideChannel, kind: str) -> None:
+    """ZMQ itself would take in frames until memory is full."""
+    sent, words = HOSTILE[kind]
+    taken = 0
+
+    def serve() -> None:
+        nonlocal taken
+        with suppress(OSError), server.accept()[0] as peer:
+            for piece in sent:
+                peer.sendall(piece)
+                taken += len(piece)
+            peer.recv(MIB)
+            peer.recv(MIB)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(ValueError, match=f"cannot be read: found .*{words}"):
+            channel.ask("127.0.0.1", server.getsockname()[1], 0).result(JOIN_SECONDS)
+        thread.join(JOIN_SECONDS)
+    assert not thread.is_alive() and taken < 32 * MIB
+
+
+def test_a_connection_that_ends_is_no_refusal(channel: SideChannel) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        with pytest.raises(OSError, match="has closed the connection") as raised:
+            channel.ask("127.0.0.1", server.getsockname()[1], 0).result(JOIN_SECONDS)
+    assert not isinstance(raised.value, ConnectionRefusedError)
+
+
 def test_many_that_do_not_answer_hold_up_nobody(listen: Callable[..., Stock], channel: SideChannel) -> None:
     """C5: eight black holes occupied the pool of handshakes for 50 s."""
     silent, sound = listen(None), listen([msgspec.msgpack.encode(REPLY)])
@@ -306,6 +359,7 @@ RUBBISH = {
     "many frames": (b"", b"", b"", b"x"),
     "too long": (b"", b"x" * 5000),
     "half a character": (b"", b"\x92\xa1\xff\x00"),
+    "a map as a key": (b"", b"\x81\x80\x01"),
     "another key": (b"", msgspec.msgpack.encode([module.WAKE, b"yek"])),
 }
 
@@ -317,6 +371,13 @@ def test_what_cannot_be_read_ends_nothing(own: Own, kind: str) -> None:
         own.say(*RUBBISH[kind])
     assert msgspec.msgpack.decode(own.ask((ASK, 1))[0])["compatibility_hash"] == "tag 1"
     assert not own.woken.is_set()
+
+
+def test_what_fails_for_one_message_ends_nothing(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the listener's thread no peer would get an answer any more."""
+    monkeypatch.setattr(own.listener, "_woken", lambda: [][0])
+    own.say(b"", msgspec.msgpack.encode([module.WAKE, b"key"]))
+    assert msgspec.msgpack.decode(own.ask((ASK, 1))[0])["compatibility_hash"] == "tag 1"
 
 
 def test_a_question_of_any_depth_ends_nothing(own: Own) -> None:
@@ -349,6 +410,31 @@ def test_its_own_workers_wake_it(own: Own, channel: SideChannel) -> None:
         assert own.woken.wait(JOIN_SECONDS)
         own.woken.clear()
     assert len(channel._own) == 1
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Nothing can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_lack_of_descriptors_costs_what_is_asked_then(own: Own, channel: SideChannel) -> None:
+    """It ended the thread, and each later handshake waited for ever."""
+    with no_descriptors():
+        with pytest.raises(OSError, match="Too many open files") as raised:
+            channel.ask("127.0.0.1", own.port, 0).result(JOIN_SECONDS)
+        channel.wake("127.0.0.1", own.port, "key")
+        with pytest.raises(OSError, match="Too many open files"):
+            channel.ask("127.0.0.1", own.port, 0).result(JOIN_SECONDS)
+    assert not isinstance(raised.value, ConnectionRefusedError)
+    assert channel.ask("127.0.0.1", own.port, 0).result(JOIN_SECONDS) == ("tag 0", b"rank 0")
+    channel.wake("127.0.0.1", own.port, "key")
+    assert own.woken.wait(JOIN_SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ BAD = {
     "nothing": b"",
     "no map": msgspec.msgpack.encode([1, 2]),
     "truncated": encode(prompt())[:-3],
+    "nested without end": b"\x81\xa8features\x91\x81\xa4item" + b"\x91" * 100_000,
     "more than a prompt": encode(prompt()) + b"\xc0",
     "an unknown field": changed(prompt(), lora_path="/etc"),
     "an id that heartbeats would split": changed(prompt(), request_id="a,b"),

@@ -293,3 +293,11 @@ def test_what_a_heartbeat_can_name(request_id: str, nameable: bool) -> None:
 
 def test_mutated_heartbeats_raise_nothing_but_malformed() -> None:
     assert min(fuzz(read_heartbeat, [b"HB:cmpl-1-0-abcdef01,p2"], 20_000)) > 1_000
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_same"), [({"tp_rank": 0}, True), ({"port": 5601}, False), ({"host": "b"}, False)], ids=str
+)
+def test_engines_of_one_id_are_told_apart_and_ranks_of_one_engine_are_not(changed: Any, is_same: bool) -> None:
+    """Two replicas with one ``engine_id`` have a share of the slots each."""
+    assert (msgspec.structs.replace(PEER, **changed).engine == PEER.engine) is is_same

@@ -172,7 +172,7 @@ def waiting(narrow: Side, number: int = 2) -> tuple[list[int], list[WriteTask]]:
     for task in tasks:
         for _ in range(2):
             assert narrow.staged.find(task, TOKENS) is None
-        assert narrow.staging.is_waiting(Use.SENDING, task, task.decode_id)
+        assert narrow.staging.is_waiting(Use.SENDING, task, task.decode_engine)
     return taken, tasks
 
 
@@ -191,7 +191,7 @@ def test_a_registration_that_needs_no_slots_any_more_keeps_nobody_waiting(why: s
         first.offer.stopped = "revoked"
     narrow.free(taken, Use.SENDING)
     assert narrow.copies.blocks == [[7]]
-    assert not any(narrow.staging.is_waiting(Use.SENDING, one, one.decode_id) for one in (first, second))
+    assert not any(narrow.staging.is_waiting(Use.SENDING, one, one.decode_engine) for one in (first, second))
     narrow.copies.end()
     assert narrow.advanced == [second] and narrow.failed == []
 
@@ -203,4 +203,4 @@ def test_a_registration_that_fails_when_slots_are_free_is_told_why(narrow: Side)
     update(first.offer, TOKENS, (BLOCKS, BLOCKS))
     narrow.free(taken, Use.SENDING)
     assert narrow.failed == [(first, "found a registration of 1 KV-cache groups; expected 2")]
-    assert narrow.copies.blocks == [[7]] and not narrow.staging.is_waiting(Use.SENDING, second, second.decode_id)
+    assert narrow.copies.blocks == [[7]] and not narrow.staging.is_waiting(Use.SENDING, second, second.decode_engine)

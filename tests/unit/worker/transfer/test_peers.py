@@ -240,3 +240,17 @@ def test_who_is_being_asked_is_not_forgotten(local: Local) -> None:
     local.asking.open.pop().set_result(remote.answer())
     local.turn()
     assert len(needing.known) == 1
+
+
+def test_a_gate_that_was_used_without_a_connection_to_its_rank_is_forgotten_with_it(local: Local) -> None:
+    """A registration goes on while decode's side channel does not answer, and its process may end then."""
+    remote = met(local)
+    rank = ConnectedPeer("remote-0", START, remote.handshake())
+    local.asking.answers[remote.place] = ConnectionRefusedError()
+    local.peers.probe(remote.address)
+    local.turn()
+    local.side.gate_connections.use(rank, local.network.open_gate("remote-0").metadata())
+    assert len(local.transport.peers) == 1
+    local.clock.advance(FORGOTTEN_SECONDS)
+    local.turn()
+    assert local.transport.peers == set() and not gates_of(local.side.gate_connections)
