@@ -2,7 +2,7 @@
 """Steps from the start of the interpreter until the patches are applied.
 
     interpreter start   autostart.watch(): one entry on sys.meta_path; nothing more of this package is imported
-    import vllm begins  (or kvcached's NIXL patch) install(): hooks on both imports; imports no patch and no torch
+    import vllm begins  (or kvcached's NIXL patch) if the gate is open, install(): hooks on both imports, and no torch
     import vllm ends    the patches are loaded and hook the modules they target, the factory gate first
     import of a target  its patches are decided
     construction        patches/factory.py decides the rest, and stops a NIXL connector if anything was refused

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,6 @@ def probe(environment: Environment, what: str, *path: Path, **environ: str) -> d
     return state
 
 
-@pytest.fixture(scope="module")
-def unpacked(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel's content: entry points are found there, the .pth is not executed."""
-    folder = tmp_path_factory.mktemp("unpacked")
-    (wheel,) = (wheels / "standard").glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder)
-    return folder
-
-
 def test_every_target_is_the_stock_object_when_off_and_again_after_uninstalling(
     this_environment: Environment, unpacked: Path
 ) -> None:
@@ -54,9 +44,12 @@ def test_every_target_is_the_stock_object_when_off_and_again_after_uninstalling(
 def test_a_script_that_opens_the_gate_ends_as_an_interpreter_that_started_with_it(
     this_environment: Environment, unpacked: Path
 ) -> None:
-    """vLLM's plugin loader, run by EngineArgs, is early enough; kvcached's own patch comes off the real classes."""
+    """vLLM's plugin loader, run by EngineArgs, is early enough; kvcached's own patch comes off the real classes. And no
+    plugin loader is needed where the package was there at the start of the interpreter."""
     script = probe(this_environment, "script", unpacked)
     started = probe(this_environment, "start", SITECUSTOMIZE, ENABLE_KVCACHED="1")
+    watched = probe(this_environment, "enabled", SITECUSTOMIZE, VLLM_PLUGINS="lora_filesystem_resolver")
+    assert watched == started
     assert script["outcomes"] == started["outcomes"]
     assert {state for state, _ in script["outcomes"].values()} <= {"applied", "skipped"}
     assert script["refusals"] == started["refusals"] == []
