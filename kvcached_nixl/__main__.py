@@ -83,16 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger(SERVER_LOGGER).disabled = True
     gate = report.gate()
     os.environ["ENABLE_KVCACHED"] = "true"
-    if gate == ActivationGate.PACKAGE_OFF.value:
-        del os.environ["KVCACHED_NIXL"]
     with _only_ours_on_standard_output():
-        found = _take_stock()
+        found = report.with_activation(_take_stock())
     if options.json:
         print(json.dumps({**report.to_json(found), "gate": gate}, indent=2))
     else:
         found = dataclasses.replace(found, gate=gate)
         print(report.render(found, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-        if gate != ActivationGate.ON.value:
+        if gate == ActivationGate.KVCACHED_OFF.value:
             print(f"\nThis package is {gate}. The above is what ENABLE_KVCACHED=true would give.")
     return 1 if found.refused else 0
 
