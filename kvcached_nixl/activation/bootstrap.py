@@ -121,7 +121,7 @@ def _judge(patch: Patch) -> str | None:
 def _announce(registry: Registry) -> None:
     """Record refusals of the environment, and write the report to the server's log, once."""
     from kvcached_nixl.cli import report
-    from kvcached_nixl.vllm.adapter.versions import environment_refusals
+    from kvcached_nixl.vllm.adapter.versions import elasticity_refusal, environment_refusals
 
     for name, cause in environment_refusals():
         registry.refuse(name, cause)
@@ -129,5 +129,7 @@ def _announce(registry: Registry) -> None:
     windows = sys.modules.get("kvcached_nixl.vllm.patches.windows")
     if windows is not None and windows.WINDOWS.refusal is not None:
         registry.refuse("kvcached's version windows", windows.WINDOWS.refusal)
+    elif (refusal := elasticity_refusal()) is not None:
+        registry.refuse("kvcached's patches", refusal)
     level = logging.ERROR if registry.refusals() else logging.INFO
     logging.getLogger(SERVER_LOGGER).log(level, "%s", report.render(report.make(registry)))

@@ -109,6 +109,17 @@ def test_a_constructor_that_cannot_be_wrapped_does_not_open_the_gate(
     assert other == "OtherConnector"
 
 
+def test_a_vllm_that_kvcached_has_not_patched_is_refused(with_wheel: Environment, tree: Tree, tmp_path: Path) -> None:
+    """As with KVCACHED_AUTOPATCH=0, or where kvcached's start file is not executed. Its memory would not be elastic."""
+    target = shutil.copytree(tree("0.28.0"), tmp_path / "tree")
+    (target / "vllm/v1/core/block_pool.py").write_text("")
+    created, other = with_wheel.probe("vllm", "create=NixlConnector", "create=OtherConnector", path=(target,), **ON)[
+        "created"
+    ]
+    assert created.startswith("StartRefused") and "[kvcached's patches]" in created and "KVCACHED_AUTOPATCH" in created
+    assert other == "OtherConnector"
+
+
 PUSH = '{"transfer_mode": "push"}'
 INSTEAD = ['"kv_connector": "NixlConnector"', '"transfer_mode": "push"']
 RANDOM_IDS, RUST = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "VLLM_USE_RUST_FRONTEND"

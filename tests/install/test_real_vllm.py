@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import FOLDER
-from support.environments import SITECUSTOMIZE, Environment
+from support.environments import REPOSITORY, SITECUSTOMIZE, Environment
 
 from kvcached_nixl.vllm.adapter.versions import ROWS, found_version, row_of
 
@@ -20,6 +20,9 @@ pytestmark = [
         reason=f"needs kvcached and one of vLLM {', '.join(row.tested for row in ROWS)} in this environment",
     ),
 ]
+
+PATH = (SITECUSTOMIZE, REPOSITORY)
+"""An installed package would come before the former's."""
 
 
 def probe(environment: Environment, what: str, *path: Path, **environ: str) -> dict[str, Any]:
@@ -47,8 +50,8 @@ def test_a_script_that_opens_the_gate_ends_as_an_interpreter_that_started_with_i
     """vLLM's plugin loader, run by EngineArgs, is early enough; kvcached's own patch comes off the real classes. And no
     plugin loader is needed where the package was there at the start of the interpreter."""
     script = probe(this_environment, "script", unpacked)
-    started = probe(this_environment, "start", SITECUSTOMIZE, ENABLE_KVCACHED="1")
-    watched = probe(this_environment, "enabled", SITECUSTOMIZE, VLLM_PLUGINS="lora_filesystem_resolver")
+    started = probe(this_environment, "start", *PATH, ENABLE_KVCACHED="1")
+    watched = probe(this_environment, "enabled", *PATH, VLLM_PLUGINS="lora_filesystem_resolver")
     assert watched == started
     assert script["outcomes"] == started["outcomes"]
     assert {state for state, _ in script["outcomes"].values()} <= {"applied", "skipped"}
@@ -58,6 +61,9 @@ def test_a_script_that_opens_the_gate_ends_as_an_interpreter_that_started_with_i
 
 
 def test_the_command_finds_nothing_to_refuse(this_environment: Environment) -> None:
-    """Exit status 0 with a tested vLLM, kvcached and NIXL."""
-    done = this_environment.run("-m", "kvcached_nixl", path=(SITECUSTOMIZE,))
+    """Exit status 0 with a tested vLLM, kvcached and NIXL; but not where kvcached is told to leave vLLM alone."""
+    done = this_environment.run("-m", "kvcached_nixl", path=PATH)
     assert done.returncode == 0, done.stdout + done.stderr
+    done = this_environment.run("-m", "kvcached_nixl", path=PATH, KVCACHED_AUTOPATCH="0")
+    assert done.returncode == 1
+    assert done.stdout.count("\nrefused: ") == done.stdout.count("\nrefused: kvcached's patches\n") == 1
