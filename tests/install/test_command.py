@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +121,16 @@ def test_help_teaches_and_wrong_usage_exits_with_two(with_wheel: Environment) ->
     shown = with_wheel.run(*COMMAND, "--help")
     assert shown.returncode == 0 and "exit status" in shown.stdout
     assert with_wheel.run(*COMMAND, "--colour").returncode == 2
+
+
+@pytest.mark.parametrize("end", ["| true", ">&-", ">&- 2>&-"])
+def test_output_that_nobody_reads_is_no_crash(with_wheel: Environment, tree: Tree, end: str) -> None:
+    code = "import subprocess, sys; p = subprocess.run(['bash', '-c', sys.argv[1]], capture_output=True, text=True); "
+    code += "print(p.returncode); print(p.stderr, file=sys.stderr)"
+    command = f"{with_wheel.python} -m kvcached_nixl {end}; exit ${{PIPESTATUS[0]}}"
+    done = with_wheel.run("-c", code, command, path=(tree("0.28.0"),))
+    assert int(done.stdout) == (128 + signal.SIGPIPE if "|" in end else 0), done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
 def test_the_summary_is_logged_once_per_process(with_wheel: Environment, tree: Tree) -> None:
