@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's NixlConnector on kvcached's elastic KV memory.
 
-Importing this package changes nothing and imports neither vLLM, torch nor NIXL. `install` does the work. When
-ENABLE_KVCACHED is on, ``kvcached_nixl.pth`` or the ``sitecustomize`` folder has it called when vLLM is imported, and
+Importing this package changes nothing and imports neither vLLM, torch nor NIXL. `install` does the work.
+``kvcached_nixl.pth`` or the ``sitecustomize`` folder has it called when vLLM is imported with ENABLE_KVCACHED on, and
 vLLM's plugin loader calls it again. Calling it more than once changes nothing more.
 """
 

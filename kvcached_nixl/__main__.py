@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -61,6 +62,22 @@ exit status:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:  # closed by whoever has started this
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+            os.dup2(getattr(sys, name).fileno(), number)
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Nobody reads on, as `head`. Python would flush, and fail, again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvcached-nixl",
         description=_DESCRIPTION,
@@ -83,16 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger(SERVER_LOGGER).disabled = True
     gate = report.gate()
     os.environ["ENABLE_KVCACHED"] = "true"
-    if gate == ActivationGate.PACKAGE_OFF.value:
-        del os.environ["KVCACHED_NIXL"]
     with _only_ours_on_standard_output():
-        found = _take_stock()
+        found = report.with_activation(_take_stock())
     if options.json:
         print(json.dumps({**report.to_json(found), "gate": gate}, indent=2))
     else:
         found = dataclasses.replace(found, gate=gate)
         print(report.render(found, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-        if gate != ActivationGate.ON.value:
+        if gate == ActivationGate.KVCACHED_OFF.value:
             print(f"\nThis package is {gate}. The above is what ENABLE_KVCACHED=true would give.")
     return 1 if found.refused else 0
 
@@ -106,7 +121,10 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser]) -> None:
         epilog=_DOCTOR_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
+    # Without a default: --json may stand before "doctor".
+    parser.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print the result as JSON, for programs"
+    )
     parser.add_argument(
         "--backend", action="append", help="NIXL backend, as in kv_connector_extra_config (default UCX)"
     )

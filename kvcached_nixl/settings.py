@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvcached_nixl.errors import SettingsError
+from kvcached_nixl.vllm import is_kvcached_on
 
 SERVER_LOGGER = "vllm.kvcached_nixl"
 """A child of vLLM's logger, so that our messages reach the server's log without further configuration."""
@@ -34,9 +35,8 @@ class ActivationGate(Enum):
 
 
 def read_gate(environ: Mapping[str, str]) -> ActivationGate:
-    """Read the gate, ENABLE_KVCACHED exactly as kvcached itself reads it. Raises SettingsError: KVCACHED_NIXL has none
-    of the accepted values."""
-    if environ.get("ENABLE_KVCACHED", "").lower() not in ("1", "true"):
+    """Read the gate. Raises SettingsError: KVCACHED_NIXL has none of the accepted values."""
+    if not is_kvcached_on(environ):
         return ActivationGate.KVCACHED_OFF
     word = environ.get("KVCACHED_NIXL", "")
     if word.lower() in ("", "1", "true"):

@@ -198,7 +198,8 @@ def _host(variable: str, text: str) -> str:
 
 
 def _port(variable: str, text: str, index: int) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= 65_535 - index:
+    # Python reads digits of every script, and fails on thousands of them.
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) <= 65_535 - index):
         rank = f" on data-parallel rank {index}, whose port is the {index}th after it" if index else ""
         raise SettingsError(
             found=f"{variable}={text!r}{rank}",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finders for ``sys.meta_path``: a watch for the import of vLLM, and a barrier that blocks an unpatched NIXL connector.
 
-Imported at every interpreter start with the gate open, so this module imports as little as possible.
+Imported at every interpreter start, so this module imports as little as possible.
 """
 
 from __future__ import annotations

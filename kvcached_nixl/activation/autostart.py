@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called at the start of every Python interpreter when the gate is open. Does little: most of them never import vLLM.
+"""Called at the start of every Python interpreter. Does little: most of them never import vLLM.
 
-pip, compile workers and shells start with ENABLE_KVCACHED as well. Until vLLM, or kvcached's patch of vLLM's NIXL
-connector, is about to be imported, only this folder's finders, this module and the names they need are imported.
+A script may turn kvcached on before it imports vLLM, so the gate is read then. Until vLLM, or kvcached's patch of
+vLLM's NIXL connector, is about to be imported, only this folder's finders, this module and the names they need are
+imported.
 """
 
 from __future__ import annotations
 
+import os
+
 from kvcached_nixl.activation import raise_barrier, set_watch
+from kvcached_nixl.vllm import is_kvcached_on
 
 
 def watch() -> None:
@@ -16,7 +20,9 @@ def watch() -> None:
 
 
 def _install() -> bool:
-    """Returns whether this process has patches now."""
+    """Returns whether this process has patches now. A later import asks again if not."""
+    if not is_kvcached_on(os.environ):
+        return False
     try:
         from kvcached_nixl.activation.bootstrap import install
     except Exception as error:  # noqa: BLE001 - turned into a refusal at the import of the connector

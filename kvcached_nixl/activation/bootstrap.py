@@ -2,7 +2,7 @@
 """Steps from the start of the interpreter until the patches are applied.
 
     interpreter start   autostart.watch(): one entry on sys.meta_path; nothing more of this package is imported
-    import vllm begins  (or kvcached's NIXL patch) install(): hooks on both imports; imports no patch and no torch
+    import vllm begins  (or kvcached's NIXL patch) if the gate is open, install(): hooks on both imports, and no torch
     import vllm ends    the patches are loaded and hook the modules they target, the factory gate first
     import of a target  its patches are decided
     construction        patches/factory.py decides the rest, and stops a NIXL connector if anything was refused
@@ -121,7 +121,7 @@ def _judge(patch: Patch) -> str | None:
 def _announce(registry: Registry) -> None:
     """Record refusals of the environment, and write the report to the server's log, once."""
     from kvcached_nixl.cli import report
-    from kvcached_nixl.vllm.adapter.versions import environment_refusals
+    from kvcached_nixl.vllm.adapter.versions import elasticity_refusal, environment_refusals
 
     for name, cause in environment_refusals():
         registry.refuse(name, cause)
@@ -129,5 +129,7 @@ def _announce(registry: Registry) -> None:
     windows = sys.modules.get("kvcached_nixl.vllm.patches.windows")
     if windows is not None and windows.WINDOWS.refusal is not None:
         registry.refuse("kvcached's version windows", windows.WINDOWS.refusal)
+    elif (refusal := elasticity_refusal()) is not None:
+        registry.refuse("kvcached's patches", refusal)
     level = logging.ERROR if registry.refusals() else logging.INFO
     logging.getLogger(SERVER_LOGGER).log(level, "%s", report.render(report.make(registry)))

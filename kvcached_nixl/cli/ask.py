@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.scheduler.asking.asker import Asker, taken
 from kvcached_nixl.scheduler.asking.resolver import addresses_of, is_name
 from kvcached_nixl.scheduler.asking.server import Server
 from kvcached_nixl.scheduler.asking.settings import KEY_VARIABLE, AskSettings
 from kvcached_nixl.transport.side_channel import SideChannel
 from kvcached_nixl.vllm.adapter.versions import found_version
-from kvcached_nixl.wire.causes import HandOverFailed
+from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
 from kvcached_nixl.wire.handshake import is_tagged
 from kvcached_nixl.wire.params import read_fetch
 from kvcached_nixl.wire.question import Outcome, Question
@@ -33,6 +34,11 @@ _REMEDIES = (
         "offers no KV",
         "Start it with ENABLE_KVCACHED=true, and with NixlConnector and kv_role kv_producer in --kv-transfer-config.",
     ),
+)
+
+_STOCK = (
+    "its kv_transfer_params are those of vLLM's own NixlConnector: it runs without this package. Install kvcached-nixl "
+    "there, and start it with ENABLE_KVCACHED=true."
 )
 
 
@@ -55,7 +61,10 @@ class Found:
 def examine(urls: Sequence[str], api_key_file: str | None) -> tuple[Found, ...]:
     """Ask all of them. Raises SettingsError: a URL or the file cannot be used; decode would not start with them."""
     extra = {"prefill": [*urls], "prefill_api_key_file": api_key_file}
-    settings = AskSettings.from_extra_config(extra, is_consumer=True, is_producer=False)
+    try:
+        settings = AskSettings.from_extra_config(extra, is_consumer=True, is_producer=False)
+    except SettingsError as error:
+        raise _of_option(error) from error
     servers, unknown = [], []
     for url in settings.servers:
         addresses = addresses_of(url) if is_name(url) else ("",)
@@ -67,6 +76,21 @@ def examine(urls: Sequence[str], api_key_file: str | None) -> tuple[Found, ...]:
     finally:
         channel.close()
     return (*unknown, *found)
+
+
+def _of_option(error: SettingsError) -> SettingsError:
+    """The error of a key of a server's configuration, for the option with its name."""
+    found = error.found.removeprefix("kv_connector_extra_config has ")
+    if found == error.found:
+        return error
+    key, _, value = found.partition("=")
+    option = f"--{key.replace('_', '-')}"
+    return SettingsError(
+        found=f"{option} {value}",
+        expected=error.expected,
+        consequence=error.consequence,
+        remedy=f"Correct {option}.",
+    )
 
 
 def _asked(servers: Sequence[Server], api_key: str) -> list[tuple[Server, dict[str, Any] | Outcome, bool]]:
@@ -96,7 +120,8 @@ def _judge(server: Server, answer: dict[str, Any] | Outcome, is_well: bool, chan
     try:
         fetch = read_fetch(answer, "", may_rendezvous=False)
     except HandOverFailed as failure:
-        return Found(str(server), (health,), str(failure))
+        why = _STOCK if failure.cause is FailureCause.NO_MANIFEST else str(failure)
+        return Found(str(server), (health,), why)
     there = fetch.prefill
     said = (
         health,

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -11,7 +13,7 @@ from typing import Any
 
 from kvcached_nixl.errors import Refused
 from kvcached_nixl.patching import PatchOutcome, PatchState, Registry
-from kvcached_nixl.settings import read_gate
+from kvcached_nixl.settings import ActivationGate, read_gate
 from kvcached_nixl.side_channel_address import look_up, own_addresses
 from kvcached_nixl.version import __version__
 from kvcached_nixl.vllm.adapter.attributes import side_channel_address
@@ -103,6 +105,38 @@ def with_side_channel(report: Report) -> Report:
         return replace(report, side_channel=(str(address), f"this host finds no address of the latter: {error}"))
     doubts = (doubt.line for doubt in address.doubts(leads_to, own_addresses()))
     return replace(report, side_channel=(str(address), *doubts))
+
+
+def with_activation(report: Report) -> Report:
+    """The report, with a refusal if a server in this environment, with kvcached on, would run without this package.
+    Starts an interpreter."""
+    if report.gate == ActivationGate.PACKAGE_OFF.value:
+        found, expected = "KVCACHED_NIXL is 0", "1, true or unset"
+        remedy = "Unset KVCACHED_NIXL, or ENABLE_KVCACHED."
+    elif said := _not_watched():
+        found, expected = said, "one that waits for the import of vLLM"
+        remedy = (
+            "Install kvcached-nixl into this environment, or put its folder sitecustomize, as an absolute path, on "
+        )
+        remedy += "PYTHONPATH."
+    else:
+        return report
+    consequence = (
+        "A server with ENABLE_KVCACHED=true would run the stock connector over kvcached's pages: wrong tokens."
+    )
+    refusal = Refused(found=found, expected=expected, consequence=consequence, remedy=remedy)
+    return replace(report, refusals=(*report.refusals, ("activation", refusal)))
+
+
+def _not_watched() -> str:
+    """How an interpreter that starts in this environment is found to lack this package; "" if it does not. Its folder
+    is not this one, where a clone may be."""
+    code = "import sys; sys.exit('kvcached_nixl.activation' not in [type(one).__module__ for one in sys.meta_path])"
+    environ = {**os.environ, "ENABLE_KVCACHED": "true"}
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", env=environ, capture_output=True, text=True)
+    said = (done.stderr.splitlines() or [""])[-1]
+    found = f"an interpreter that starts without this package{said and f' and says: {said}'}"
+    return found if done.returncode else ""
 
 
 def render(report: Report, *, colour: bool = False) -> str:

@@ -19,10 +19,15 @@ def _activate(here):
     root = os.path.dirname(os.path.dirname(here))
     if root not in sys.path:
         sys.path.append(root)
-    if os.environ.get("ENABLE_KVCACHED", "").lower() in ("1", "true"):
+    try:
         import kvcached_nixl.activation.autostart
 
         kvcached_nixl.activation.autostart.watch()
+    except Exception:
+        if os.environ.get("ENABLE_KVCACHED", "").lower() in ("1", "true"):
+            # kvcached patches vLLM all the same, and the stock connector would hand out wrong tokens.
+            sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.nixl"] = None
+            raise
 
 
 def _run_next(here):

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of vLLM's and kvcached's modules that are needed before anything else can be imported. No imports here."""
+"""What is needed of vLLM and kvcached before anything else can be imported: names of modules, and kvcached's switch.
+No imports here."""
 
 from __future__ import annotations
+
+# Like typing.TYPE_CHECKING.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 KV_TRANSFER = "vllm.distributed.kv_transfer.kv_connector"
 
@@ -12,3 +18,8 @@ KVCACHED_NIXL_COMPAT = "kvcached.integration.vllm.nixl_compat"
 
 ROOTS = ("vllm", KVCACHED_NIXL_COMPAT)
 """The patches are loaded when either is imported. Until then an interpreter start only pays for the import hooks."""
+
+
+def is_kvcached_on(environ: Mapping[str, str]) -> bool:
+    """Read ENABLE_KVCACHED exactly as kvcached itself does, once vLLM has been imported."""
+    return environ.get("ENABLE_KVCACHED", "").lower() in ("1", "true")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,16 @@ def installed(request: pytest.FixtureRequest, wheels: Path, tmp_path_factory: py
 def with_wheel(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """With the package, from the normal wheel."""
     return _install(tmp_path_factory.mktemp("wheel") / "env", wheels, "standard")
+
+
+@pytest.fixture(scope="session")
+def unpacked(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel's content, as by ``pip install --target``: entry points are found there, the .pth is not
+    executed."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    (wheel,) = (wheels / "standard").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
 
 
 def _install(folder: Path, wheels: Path, version: str) -> Environment:

@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support import FOLDER
-from support.environments import Environment
+from support.environments import REPOSITORY, Environment, make_environment
 
 COMMAND = ("-m", "kvcached_nixl")
+ON = {"ENABLE_KVCACHED": "1"}
 Tree = Callable[..., Path]
 
 
-@pytest.mark.parametrize(
-    "environ", [{}, {"ENABLE_KVCACHED": "1"}, {"ENABLE_KVCACHED": "1", "KVCACHED_NIXL": "0"}], ids=str
-)
+@pytest.mark.parametrize("environ", [{}, ON], ids=str)
 def test_a_supported_environment_exits_with_zero_whatever_the_gate(
     installed: Environment, tree: Tree, environ: dict[str, str]
 ) -> None:
@@ -26,8 +27,35 @@ def test_a_supported_environment_exits_with_zero_whatever_the_gate(
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("0.28.0", "0.1.6", "applied  connector.__init__", "compared with every peer"):
         assert word in done.stdout
-    assert ("what ENABLE_KVCACHED=true would give" in done.stdout) == (environ != {"ENABLE_KVCACHED": "1"})
+    assert ("what ENABLE_KVCACHED=true would give" in done.stdout) == (environ != ON)
     assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("environ", [{}, ON], ids=str)
+def test_an_environment_that_keeps_this_package_off_exits_with_one(
+    with_wheel: Environment, tree: Tree, environ: dict[str, str]
+) -> None:
+    """A server would start, with wrong tokens."""
+    done = with_wheel.run(*COMMAND, path=(tree("0.28.0"),), KVCACHED_NIXL="0", **environ)
+    assert done.returncode == 1
+    assert "refused: activation" in done.stdout and "KVCACHED_NIXL is 0" in done.stdout
+
+
+@pytest.mark.parametrize("has_start_file", [False, True], ids=["clone", "start file for another folder"])
+def test_a_package_that_does_not_start_with_the_interpreter_exits_with_one(
+    bare: Environment, tree: Tree, tmp_path: Path, has_start_file: bool
+) -> None:
+    """The command is run in a clone, and `pip install .` was forgotten; or the clone was moved since."""
+    environment = make_environment(tmp_path / "env") if has_start_file else bare
+    if has_start_file:
+        shutil.copy(REPOSITORY / "kvcached_nixl" / "kvcached_nixl.pth", environment.site_packages)
+    # As in the clone: the folder is on the path once the interpreter has started.
+    code = f"import runpy, sys; sys.path.insert(0, {str(REPOSITORY)!r}); "
+    code += "runpy.run_module('kvcached_nixl', run_name='__main__')"
+    done = environment.run("-c", code, path=(tree("0.28.0"),), **ON)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "refused: activation" in done.stdout and "PYTHONPATH" in done.stdout
+    assert ("No module named 'kvcached_nixl'" in done.stdout) == has_start_file
 
 
 @pytest.mark.parametrize(("version", "options"), [("0.25.1", ()), ("0.28.0", ("--no-nixl",))])
@@ -93,6 +121,16 @@ def test_help_teaches_and_wrong_usage_exits_with_two(with_wheel: Environment) ->
     shown = with_wheel.run(*COMMAND, "--help")
     assert shown.returncode == 0 and "exit status" in shown.stdout
     assert with_wheel.run(*COMMAND, "--colour").returncode == 2
+
+
+@pytest.mark.parametrize("end", ["| true", ">&-", ">&- 2>&-"])
+def test_output_that_nobody_reads_is_no_crash(with_wheel: Environment, tree: Tree, end: str) -> None:
+    code = "import subprocess, sys; p = subprocess.run(['bash', '-c', sys.argv[1]], capture_output=True, text=True); "
+    code += "print(p.returncode); print(p.stderr, file=sys.stderr)"
+    command = f"{with_wheel.python} -m kvcached_nixl {end}; exit ${{PIPESTATUS[0]}}"
+    done = with_wheel.run("-c", code, command, path=(tree("0.28.0"),))
+    assert int(done.stdout) == (128 + signal.SIGPIPE if "|" in end else 0), done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
 def test_the_summary_is_logged_once_per_process(with_wheel: Environment, tree: Tree) -> None:

@@ -55,11 +55,23 @@ def test_the_plain_way_in_applies_every_patch_once(reference: Reference, version
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_in_a_script_every_order_ends_in_the_same_state(
-    with_wheel: Environment, tree: Tree, reference: Reference, order: tuple[str, ...], version: str
+    bare: Environment, tree: Tree, unpacked: Path, reference: Reference, order: tuple[str, ...], version: str
 ) -> None:
-    """ENABLE_KVCACHED set in the script: kvcached's own patch may already be on vLLM, and comes off."""
-    state = with_wheel.probe("enable", *order, *CREATE, path=(tree(version),))
+    """ENABLE_KVCACHED set in the script, and no start file: kvcached's own patch may already be on vLLM, and comes
+    off."""
+    state = bare.probe("enable", *order, *CREATE, path=(unpacked, tree(version)))
     assert final(state) == reference(version)
+
+
+@pytest.mark.parametrize("before", [(), ("kvcached",)], ids=["vllm", "kvcached"])
+def test_a_script_may_set_the_variable_itself(
+    installed: Environment, tree: Tree, reference: Reference, before: tuple[str, ...]
+) -> None:
+    """Before ``import vllm``, as kvcached's own start file reads it; ``VLLM_PLUGINS`` may name others only."""
+    actions = ("enable", *before, "vllm", "kvcached", *CREATE)
+    assert final(installed.probe(*actions, path=(tree("0.28.0"),))) == reference("0.28.0")
+    path = (SITECUSTOMIZE, tree("0.28.0"))
+    assert final(installed.probe("kvcached", *actions, path=path)) == reference("0.28.0")
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
@@ -107,10 +119,12 @@ def test_uninstalling_leaves_no_wrapper_and_a_later_installation_is_complete(
     assert final(again) == reference(version) | {"created": [again["created"][0], *reference(version)["created"]]}
 
 
-def test_the_superseded_patch_is_reported_whichever_way_it_came(with_wheel: Environment, tree: Tree) -> None:
+def test_the_superseded_patch_is_reported_whichever_way_it_came(
+    bare: Environment, with_wheel: Environment, tree: Tree, unpacked: Path
+) -> None:
     """Loaded later it did nothing; applied before, it was taken off; the report says which."""
     later = with_wheel.probe("kvcached", "vllm", path=(tree("0.28.0"),), **ON)["notes"]["kvcached.patch_connector"]
-    before = with_wheel.probe("enable", "kvcached", "plugins", path=(tree("0.28.0"),))["notes"]
+    before = bare.probe("enable", "kvcached", "plugins", path=(unpacked, tree("0.28.0")))["notes"]
     assert any("superseded" in note for note in later)
     assert [note.split(":")[0] for note in before["kvcached.patch_connector"]] == [
         "NixlPullConnector.get_required_kvcache_layout"

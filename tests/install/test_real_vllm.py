@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import FOLDER
-from support.environments import SITECUSTOMIZE, Environment
+from support.environments import REPOSITORY, SITECUSTOMIZE, Environment
 
 from kvcached_nixl.vllm.adapter.versions import ROWS, found_version, row_of
 
@@ -22,21 +21,15 @@ pytestmark = [
     ),
 ]
 
+PATH = (SITECUSTOMIZE, REPOSITORY)
+"""An installed package would come before the former's."""
+
 
 def probe(environment: Environment, what: str, *path: Path, **environ: str) -> dict[str, Any]:
     done = environment.run(str(FOLDER / "real_probe.py"), what, path=path, **environ)
     assert done.returncode == 0, done.stderr
     state: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return state
-
-
-@pytest.fixture(scope="module")
-def unpacked(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel's content: entry points are found there, the .pth is not executed."""
-    folder = tmp_path_factory.mktemp("unpacked")
-    (wheel,) = (wheels / "standard").glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder)
-    return folder
 
 
 def test_every_target_is_the_stock_object_when_off_and_again_after_uninstalling(
@@ -54,9 +47,12 @@ def test_every_target_is_the_stock_object_when_off_and_again_after_uninstalling(
 def test_a_script_that_opens_the_gate_ends_as_an_interpreter_that_started_with_it(
     this_environment: Environment, unpacked: Path
 ) -> None:
-    """vLLM's plugin loader, run by EngineArgs, is early enough; kvcached's own patch comes off the real classes."""
+    """vLLM's plugin loader, run by EngineArgs, is early enough; kvcached's own patch comes off the real classes. And no
+    plugin loader is needed where the package was there at the start of the interpreter."""
     script = probe(this_environment, "script", unpacked)
-    started = probe(this_environment, "start", SITECUSTOMIZE, ENABLE_KVCACHED="1")
+    started = probe(this_environment, "start", *PATH, ENABLE_KVCACHED="1")
+    watched = probe(this_environment, "enabled", *PATH, VLLM_PLUGINS="lora_filesystem_resolver")
+    assert watched == started
     assert script["outcomes"] == started["outcomes"]
     assert {state for state, _ in script["outcomes"].values()} <= {"applied", "skipped"}
     assert script["refusals"] == started["refusals"] == []
@@ -65,6 +61,9 @@ def test_a_script_that_opens_the_gate_ends_as_an_interpreter_that_started_with_i
 
 
 def test_the_command_finds_nothing_to_refuse(this_environment: Environment) -> None:
-    """Exit status 0 with a tested vLLM, kvcached and NIXL."""
-    done = this_environment.run("-m", "kvcached_nixl", path=(SITECUSTOMIZE,))
+    """Exit status 0 with a tested vLLM, kvcached and NIXL; but not where kvcached is told to leave vLLM alone."""
+    done = this_environment.run("-m", "kvcached_nixl", path=PATH)
     assert done.returncode == 0, done.stdout + done.stderr
+    done = this_environment.run("-m", "kvcached_nixl", path=PATH, KVCACHED_AUTOPATCH="0")
+    assert done.returncode == 1
+    assert done.stdout.count("\nrefused: ") == done.stdout.count("\nrefused: kvcached's patches\n") == 1

@@ -127,6 +127,7 @@ SKELETON = {
         import types
         current_platform = types.SimpleNamespace(device_type="cpu")
     """,
+    "vllm.v1.core.block_pool": "class ElasticBlockPool: pass  # kvcached's",
     "kvcached.utils": """
         import os
         CONTIGUOUS_LAYOUT = False

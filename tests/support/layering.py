@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deadlines": set(),
     "version": set(),
     "processes": {"wire"},
-    "settings": {"errors"},
+    "settings": {"errors", "vllm"},
     "side_channel_address": {"errors"},
     "wire": BASICS,
     "patching": {"errors"},

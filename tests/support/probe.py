@@ -86,7 +86,7 @@ def layers() -> tuple[dict[str, int], list[str]]:
     kvcached's own patch that would be noticed."""
     wrapped: dict[str, int] = {}
     traces: list[str] = []
-    modules = [m for n, m in sorted(sys.modules.items()) if n.startswith("vllm.")]
+    modules = [m for n, m in sorted(sys.modules.items()) if n.startswith("vllm.") and m is not None]
     for module in modules:
         for name, entry in vars(module).items():
             if type(entry).__name__ == "FunctionWrapper" and entry.__module__ == module.__name__:

@@ -5,6 +5,7 @@ python real_probe.py untouched     everything is imported: the targets before in
                                    gate closed, while installed, and after uninstall()
 python real_probe.py script        the script opens the gate and imports vLLM, and EngineArgs loads vLLM's plugins
 python real_probe.py start         the gate was open when the interpreter started; vLLM is imported
+python real_probe.py enabled       the script opens the gate, and imports vLLM where the package has started already
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ def outcomes() -> dict[str, Any]:
 
 
 def script() -> dict[str, Any]:
+    from kvcached_nixl.activation import lift
+
+    # As where no start file of the package is executed.
+    lift()
     os.environ["ENABLE_KVCACHED"] = "true"
     importlib.import_module("kvcached.integration.vllm.autopatch")
     importlib.import_module("vllm")
@@ -91,6 +96,11 @@ def script() -> dict[str, Any]:
     return outcomes()
 
 
+def enabled() -> dict[str, Any]:
+    os.environ["ENABLE_KVCACHED"] = "true"
+    return start()
+
+
 def start() -> dict[str, Any]:
     importlib.import_module("vllm")
     importlib.import_module("kvcached.integration.vllm.autopatch")
@@ -98,4 +108,4 @@ def start() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"untouched": untouched, "script": script, "start": start}[sys.argv[1]]()))
+    print(json.dumps({"untouched": untouched, "script": script, "start": start, "enabled": enabled}[sys.argv[1]]()))

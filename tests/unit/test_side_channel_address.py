@@ -110,7 +110,10 @@ def test_the_operator_says_what_peers_get(environ: dict[str, str], advertised: t
         ("127.0.0.1", 5600, 0, {ADVERTISE_HOST: "x" * 254}, f"{ADVERTISE_HOST}='xxx"),
         *(("127.0.0.1", 5600, 0, {ADVERTISE_HOST: one}, f"{ADVERTISE_HOST} says") for one in ("0.0.0.0", "::", "*")),
         ("127.0.0.1", 5600, 0, {ADVERTISE_HOST: "0"}, f"{ADVERTISE_HOST} says 0"),
-        *(("127.0.0.1", 5600, 0, {ADVERTISE_PORT: one}, f"{ADVERTISE_PORT}='{one}'") for one in ("x", "0", "-1")),
+        *(
+            ("127.0.0.1", 5600, 0, {ADVERTISE_PORT: one}, f"{ADVERTISE_PORT}='{one}'")
+            for one in ("x", "0", "-1", "٥٦٠٠", "1" * 5000)
+        ),
         ("127.0.0.1", 5600, 0, {ADVERTISE_PORT: "65536"}, f"{ADVERTISE_PORT}='65536'"),
         ("127.0.0.1", 5600, 8, {ADVERTISE_PORT: "65530"}, f"{ADVERTISE_PORT}='65530' on data-parallel rank 8"),
     ],

@@ -248,6 +248,23 @@ def environment_refusals() -> tuple[tuple[str, Refused], ...]:
     return tuple(found)
 
 
+def elasticity_refusal() -> MissingDependency | None:
+    """The refusal of a vLLM that kvcached has not patched; once vLLM was imported."""
+    try:
+        pools = importlib.import_module("vllm.v1.core.block_pool")
+    except ImportError:
+        return None  # Of a vLLM whose version is refused.
+    if hasattr(pools, "ElasticBlockPool"):
+        return None
+    return MissingDependency(
+        found="a vLLM that kvcached has not patched",
+        expected="kvcached's block pool in vLLM",
+        consequence="ENABLE_KVCACHED asks for elastic KV memory, and vLLM would keep all of its own.",
+        remedy="Unset KVCACHED_AUTOPATCH, install kvcached such that Python executes its kvcached_autopatch.pth, and "
+        "set ENABLE_KVCACHED before vLLM is imported; or unset it.",
+    )
+
+
 def _supported() -> str:
     return f"{SUPPORTED} (tested: {', '.join(row.tested for row in ROWS)})"
 

@@ -137,6 +137,27 @@ def test_one_that_would_not_serve_makes_status_one(prefill: Prefill, capsys: pyt
     assert f"{nobody}: would not serve" in said and f"{prefill.url}: serves" in said and "Connect" in said
 
 
+def test_one_without_this_package_is_named(prefill: Prefill, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its parameters are whole, and no router was there to cut them. And --json may stand before the command."""
+    del prefill.answer["kv_transfer_params"][MANIFEST_KEY]
+    assert main(["--json", "doctor", "--prefill", prefill.url]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert "without this package" in found["why_not"] and "outer" not in found["why_not"]
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [(["--prefill", "prefill:8001"], "--prefill ['prefill:8001']"), (["--prefill-api-key-file", "/none"], "/none")],
+)
+def test_an_option_that_cannot_be_used_is_named(
+    prefill: Prefill, options: list[str], found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = [] if "--prefill" in options else ["--prefill", prefill.url]
+    assert main(["doctor", *urls, *options]) == 2
+    said = capsys.readouterr().err
+    assert found in said and f"Correct {options[0]}." in said and "kv_connector_extra_config" not in said
+
+
 def test_each_address_of_a_name_is_asked(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "addresses_of", lambda url: (HOST, "127.0.0.2"))
     url = prefill.url.replace(HOST, "prefill.invalid")
