@@ -117,9 +117,9 @@ class Engine:
 
 TOGETHER = (
     (("one",), ["one", "identify after one"]),
-    (("one", "two", "one"), ["one", "two", "one", "identify after one, two"]),
+    (("one", "two", "one"), ["one", "two", "one", "identify after one, two, one"]),
 )
-"""Calls that wait together, and what is asked of the workers: weights are read once for all of them."""
+"""Calls that wait together, and what is asked of the workers: weights are read once for all of them, each by name."""
 CALLS: dict[str, tuple[tuple[tuple[str, ...], list[str]], ...]] = {
     "in an idle engine": TOGETHER,
     "in one that is never idle": TOGETHER,
@@ -129,7 +129,7 @@ CALLS: dict[str, tuple[tuple[tuple[str, ...], list[str]], ...]] = {
     ),
     "calls that change no weights cost nothing": ((("profile", "list_loras"), ["profile", "list_loras"]),),
     "weights that are known to change are revoked at once": (
-        (("update_weights", "two"), ["update_weights", "revoke", "two", "identify after two, update_weights"]),
+        (("update_weights", "two"), ["update_weights", "revoke", "two", "identify after update_weights, two"]),
     ),
     "sleeping weights are not read": ((("one", "two"), ["one", "revoke", "two", "revoke"]),),
 }
@@ -206,7 +206,7 @@ def test_a_worker_whose_weights_cannot_be_read_says_so(monkeypatch: pytest.Monke
     worker, model = SimpleNamespace(get_kv_connector_handshake_metadata=lambda: 1 // 0), SimpleNamespace()
     monkeypatch.setattr(adapter_weights, "_models", lambda _: {"": model})
     assert look_again(worker, ["one"]).startswith("ZeroDivisionError")
-    assert adapter_weights._history(model)._called == {"one"}, "for when they can be"
+    assert adapter_weights._history(model)._called == ["one"], "for when they can be"
 
 
 def test_a_call_while_an_engine_starts_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:

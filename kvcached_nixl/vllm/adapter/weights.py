@@ -42,11 +42,11 @@ _HISTORY = "_kvcached_nixl_weights"
 _LOAD = "_kvcached_nixl_load"
 
 
-def note_files(loader: Any, name: str, subfolder: str | None, files: Sequence[str]) -> None:
-    """Called when vLLM loads weights from these files, of a subfolder if the model's weights have several parts."""
+def note_files(loader: Any, files: Sequence[str]) -> None:
+    """Called when vLLM loads weights from these files, once for each part if the model's weights have several."""
     load = vars(loader).setdefault(_LOAD, object())
     read_alone = [] if distrust(type(loader)) else [Path(file) for file in files]
-    _history(loader).reads_files(name, subfolder or "", read_alone, load)
+    _history(loader).reads_files(read_alone, load)
 
 
 def _empty_is_zero() -> Any:
