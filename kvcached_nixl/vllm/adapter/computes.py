@@ -153,6 +153,23 @@ _PREPARE = (
 )
 """Modules. What they make of a file is not in vLLM's hash of media: that is of the file, or of a sound's samples.
 Which of them transformers takes depends on what is installed."""
+BY_ENVIRONMENT = frozenset(
+    {
+        # Weights or activations are quantized, or less so, whatever the model's own settings say.
+        *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE"),
+        *("VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_CPU_INT4_W4A8", "VLLM_XPU_INC_WNA16_BACKEND"),
+        *("VLLM_ROCM_USE_AITER_MOE_SITUV2", "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4"),
+        *("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM", "VLLM_ROCM_FP8_MFMA_PAGE_ATTN"),
+        *("VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_USE_DEEP_GEMM_E8M0"),
+        # Sums of products, of experts or of ranks are less precise.
+        *("VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_HUMMING_USE_F16_ACCUM", "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE"),
+        *("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE"),
+        # Tokens go to experts at random.
+        "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    }
+)
+"""Variables of ``vllm.envs``, each in some supported series, that change what is computed by more than a choice between
+kernels of equal precision does."""
 
 
 def code_and_choices(model: torch.nn.Module) -> frozenset[str]:
@@ -199,6 +216,13 @@ def _own_code(kinds: Iterable[type]) -> Iterator[str]:
         for value in vars(module).values():
             used = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
             waiting.add(used if isinstance(used, str) else "")
+
+
+def chosen_by_environment() -> dict[str, object]:
+    """`BY_ENVIRONMENT` as vLLM reads it: a variable may name a file with its value."""
+    from vllm import envs
+
+    return {name: getattr(envs, name, None) for name in sorted(BY_ENVIRONMENT)}
 
 
 def prepares_media() -> Iterator[tuple[str, str]]:
