@@ -35,7 +35,7 @@ COMPARED: Mapping[str, str] = MappingProxyType(
         "configuration": (
             "the model's, setting by setting, with overrides (rope, windows), its dtype, quantization (also by a "
             "file that `quantization_config_file` names, or by vLLM's environment variables), implementation, "
-            "code that computes and is not vLLM's, "
+            "code that computes and is not vLLM's, vLLM's files with the classes of the model and its language model, "
             "rotary angles that follow from `--max-model-len`, and how media are processed (options, the "
             "model's own files and code for it, and versions of what decodes and prepares them on "
             "the worker's host: transformers, torchvision, Pillow, OpenCV, ...; not on API servers elsewhere)"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model computes with, besides configuration and vLLM's version: every tensor that it holds, wherever it is;
-choices that its modules made when they were built; Python code that is not vLLM's; and what prepares media (images,
-sounds, ...) for its encoder."""
+choices that its modules made when they were built; Python code of the model, and other that is not vLLM's;
+and what prepares media (images, sounds, ...) for its encoder."""
 
 from __future__ import annotations
 
@@ -147,6 +147,7 @@ _VLLMS = frozenset({"vllm", "torch", *sys.stdlib_module_names})
 """Packages whose code is the same where vLLM is."""
 _BY_VERSION = frozenset({"transformers"})
 _EXTENDED = ("vllm.", "torch.nn.")
+_MODELS = ("vllm.model_executor.models.", "vllm.models.")
 _PREPARE = (
     *("transformers", "mistral_common", "torchvision", "torchaudio", "kaldi_native_fbank"),
     *("PIL", "cv2", "av", "torchcodec", "PyNvVideoCodec"),
@@ -174,7 +175,7 @@ kernels of equal precision does."""
 
 def code_and_choices(model: torch.nn.Module) -> frozenset[str]:
     kinds = {type(one) for one in (*model.modules(), *(one for _, one in _objects_of(model)))}
-    return frozenset({*_own_code(kinds), *_choices(model)})
+    return frozenset({*_own_code(kinds), *_model_code(model), *_choices(model)})
 
 
 def _choices(model: Any) -> Iterator[str]:
@@ -188,6 +189,16 @@ def _choices(model: Any) -> Iterator[str]:
         trained = optional(module, "max_trained_positions")
         if trained and module.max_position_embeddings != trained:
             yield f"angles of {module.max_position_embeddings} positions, trained with {trained}"
+
+
+def _model_code(model: torch.nn.Module) -> Iterator[str]:
+    """Names of the model's class and of that of its language model, and checksums of vLLM's files with them: an image
+    may have another file in a release's place. Of no other module: pipeline stages and servers without media lack some.
+    """
+    for kind in {type(model), *(type(one) for one in model.modules() if hasattr(one, "compute_logits"))}:
+        yield kind.__qualname__
+        for name in {base.__module__ for base in kind.__mro__ if base.__module__.startswith(_MODELS)}:
+            yield hashlib.blake2b(Path(inspect.getfile(sys.modules[name])).read_bytes()).hexdigest()
 
 
 def _own_code(kinds: Iterable[type]) -> Iterator[str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -554,7 +554,29 @@ def test_code_that_computes_and_is_not_vllm_s_is_compared(
     shutil.rmtree(tmp_path / package)
     assert code_of(models[0]) == found[0]
     assert code_of(type("Acme", (torch.nn.Linear,), {"__module__": package})(1, 1)) not in found
-    assert not _computes_by(torch.nn.Linear(1, 1))
+    assert _computes_by(torch.nn.Linear(1, 1)) == {"Linear"}
+
+
+@pytest.mark.parametrize("is_inner", [False, True], ids=["model", "language model"])
+@pytest.mark.parametrize(
+    ("qualname", "text", "is_other"), [("Acme", "x = 1", False), ("Acme", "x = 2", True), ("Acme2", "x = 1", True)]
+)
+def test_a_model_of_vllm_s_is_compared_by_its_class_and_file(
+    is_inner: bool, qualname: str, text: str, is_other: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--model-class-overrides``, or an image whose model was patched; not what only one pipeline stage has."""
+
+    def computes(at: str, qualname: str, text: str, *more: Any) -> str:
+        module = ModuleType(f"vllm.model_executor.models.{at}")
+        module.__file__ = str(tmp_path / f"{at}.py")
+        Path(module.__file__).write_text(text)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        kind = type(qualname, (torch.nn.Sequential,), {"__module__": module.__name__, "compute_logits": None})
+        model = kind(*more)
+        return code_of(torch.nn.Sequential(model) if is_inner else model)
+
+    tower = type("Tower", (torch.nn.Identity,), {"__module__": "vllm.model_executor.models.of_one_stage"})
+    assert (computes("one", "Acme", "x = 1", tower()) != computes("other", qualname, text)) is is_other
 
 
 @pytest.mark.parametrize("where", ["quant_method", "impl"])
