@@ -35,10 +35,12 @@ COMPARED: Mapping[str, str] = MappingProxyType(
             "what is in memory alone. If part of it is out of sight of PyTorch, KV is refused"
         ),
         "configuration": (
-            "the model's, setting by setting, with overrides (rope, windows), its dtype, quantization, implementation, "
-            "code that computes and is not vLLM's, rotary angles that follow from `--max-model-len`, and how media are "
-            "processed (options, the model's own files and code for it, and versions of what decodes and prepares "
-            "them on the worker's host: transformers, torchvision, Pillow, OpenCV, ...; not on API servers elsewhere)"
+            "the model's, setting by setting, with overrides (rope, windows), its dtype, quantization (also by a "
+            "file that `quantization_config_file` names, or by vLLM's environment variables), implementation, "
+            "code that computes and is not vLLM's, vLLM's files with the classes of the model and its language model, "
+            "rotary angles that follow from `--max-model-len`, and how media are processed (options, the "
+            "model's own files and code for it, and versions of what decodes and prepares them on "
+            "the worker's host: transformers, torchvision, Pillow, OpenCV, ...; not on API servers elsewhere)"
         ),
         "draft models": "as the model, where their KV is in the cache; drafts without a model (ngram) are not compared",
         "LoRA": (

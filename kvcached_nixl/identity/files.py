@@ -212,6 +212,8 @@ NAMES = frozenset(
         "transformers_version",
         "auto_map",
         "auto_mapping",
+        # Of `vllm.adapter.weights`, which compares what it holds.
+        "quantization_config_file",
         # How attention is computed, which the handshake compares by vLLM's own backend names.
         "_attn_implementation",
         "_attn_implementation_autoset",

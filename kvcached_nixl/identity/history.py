@@ -22,7 +22,8 @@ from kvcached_nixl.identity.memory import Reading, described
 from kvcached_nixl.wire.handshake import MOST_NAMED_FILES, Tensors, Weights
 
 _LOADING = frozenset({"load_model", "reload_weights"})
-"""Calls that leave nothing of what was there before, if they load."""
+"""Calls that leave nothing of what was there before, if they load files and no other call was made since the last look:
+one of the same name may have loaded tensors after them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class WeightsHistory:
     _readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kvcached-nixl-checkpoint"))
     # Files that are loaded together, and what the model was built from: names of the tensors in its files.
     _load: object = None
-    _sources: dict[tuple[str, str], _Source | None] = field(default_factory=dict)
+    _sources: dict[tuple[Path, ...], _Source | None] = field(default_factory=dict)
     _built_from: Counter[str] = field(default_factory=Counter)
     # With elements, as they were loaded, before kernels rewrote them; whether that is what was loaded last, or why not.
     _tensors: Reading = field(default_factory=dict)
@@ -87,7 +88,7 @@ class WeightsHistory:
     _distrust: str = ""
     # What kernels made of them, or the last look has seen; and what has happened since.
     _seen: Reading = field(default_factory=dict)
-    _called: set[str] = field(default_factory=set)
+    _called: list[str] = field(default_factory=list)
     _is_reloaded: bool = False
     # Names of what computing writes.
     _scratch: frozenset[str] | None = None
@@ -97,12 +98,10 @@ class WeightsHistory:
 
     # ---------------------------------------------------------------------------------------------------------- loading
 
-    def reads_files(self, name: str, part: str, files: Sequence[Path], load: object) -> None:
-        """vLLM begins to load these files. Replaces the files known under the same name and part.
+    def reads_files(self, files: Sequence[Path], load: object) -> None:
+        """vLLM begins to load these files: the model's, or those of a part of it.
 
         Args:
-            name: the model's name in vLLM.
-            part: a part of the model; "" if the model has only one.
             files: empty if they do not say what is loaded.
             load: the same object for all files that are loaded together.
         """
@@ -111,7 +110,7 @@ class WeightsHistory:
         if load is not self._load:
             self._load = load
             self._sources.clear()
-        self._sources[name, part] = None
+        self._sources[source := tuple(files)] = None
         if not files:
             return
         try:
@@ -120,7 +119,7 @@ class WeightsHistory:
             resolved = tuple(path.resolve(strict=True) for path in files)
         except OSError:
             return
-        self._sources[name, part] = _Source(resolved, found, self._readers.submit(checksums, resolved))
+        self._sources[source] = _Source(resolved, found, self._readers.submit(checksums, resolved))
 
     def built(self, loaded: Reading, distrust: str = "") -> None:
         """A loader has built the model of what it has ``loaded``, before kernels rewrote it; `begins` follows.
@@ -138,8 +137,8 @@ class WeightsHistory:
         self._seen = tensors
 
     def called(self, names: Iterable[str]) -> None:
-        """These calls, which may change weights, have run since the last `now`."""
-        self._called.update(names)
+        """These calls, which may change weights, have run since the last `now`. Each has a name in ``names``."""
+        self._called.extend(names)
 
     def vanished(self, visible: Reading) -> Reading:
         """Tensors that were loaded and are not in sight, as they were loaded."""
@@ -203,7 +202,7 @@ class WeightsHistory:
 
     def _look(self, visible: Reading, hidden: Reading, is_loaded: bool) -> None:
         """Find out whether weights have changed since they were loaded."""
-        called, self._called = self._called, set()
+        called, self._called = self._called, []
         before, self._seen = self._seen, visible
         if "load_model" in called:
             # Into memory that may have held an earlier model, so what was written cannot be told from what was there.
@@ -216,7 +215,8 @@ class WeightsHistory:
         if self._changed and not self._doubt:
             again = " and was not loaded again" if is_loaded else ""
             self._doubt = f"{min(self._changed)} has changed since it was loaded{again}"
-        others = called - _LOADING if is_loaded else called
+        is_alone = len(called) == 1 and called[0] in _LOADING
+        others = set() if is_loaded and is_alone else {*called}
         unread = [*hidden, *(name for name, one in visible.items() if one.checksum is None)]
         if others and unread:
             self._changed.update(unread)

@@ -77,8 +77,8 @@ class Weights(msgspec.Struct, frozen=True):
         loaded: as they were loaded, before kernels rewrote them; without content if they have changed since.
         files: checksum of the files that they were loaded from; "" if they have changed since, or if it is unknown.
         each_file: (name, 8 digits of its checksum) of each file, for `misfit` to name one.
-        code: checksum of Python code that is not vLLM's, and of choices that follow from the longest prompt
-            (`adapter.computes`); "" without both.
+        code: checksum of Python code of the model and of what is not vLLM's, and of choices that follow from the
+            longest prompt (`adapter.computes`); "" if it was not read.
         note: why something of this is not known, as text.
     """
 
@@ -98,7 +98,7 @@ class Weights(msgspec.Struct, frozen=True):
         """
         if self.code != theirs.code:
             found, expected = theirs.code or "none", self.code or "none"
-            return f"found code that is not vLLM's, or rotary angles, with checksum {found}; expected {expected}"
+            return f"found code of the model, or rotary angles, with checksum {found}; expected {expected}"
         pairs = (self.memory, theirs.memory), (self.loaded, theirs.loaded)
         comparable = [(ours, other) for ours, other in pairs if ours.is_comparable(other)]
         if comparable:

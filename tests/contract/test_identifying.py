@@ -8,12 +8,14 @@ which of vLLM's loaders are believed.
 from __future__ import annotations
 
 import queue
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.patches import applied
+from vllm import envs
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.engine import EngineCoreRequestType
@@ -21,6 +23,7 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.worker.gpu_worker import Worker
 
 from kvcached_nixl.vllm.adapter import weights as adapter_weights
+from kvcached_nixl.vllm.adapter.computes import BY_ENVIRONMENT
 from kvcached_nixl.vllm.adapter.weights import distrust, look_again
 from kvcached_nixl.vllm.patches import engine_loop, weights
 
@@ -117,9 +120,9 @@ class Engine:
 
 TOGETHER = (
     (("one",), ["one", "identify after one"]),
-    (("one", "two", "one"), ["one", "two", "one", "identify after one, two"]),
+    (("one", "two", "one"), ["one", "two", "one", "identify after one, two, one"]),
 )
-"""Calls that wait together, and what is asked of the workers: weights are read once for all of them."""
+"""Calls that wait together, and what is asked of the workers: weights are read once for all of them, each by name."""
 CALLS: dict[str, tuple[tuple[tuple[str, ...], list[str]], ...]] = {
     "in an idle engine": TOGETHER,
     "in one that is never idle": TOGETHER,
@@ -129,7 +132,7 @@ CALLS: dict[str, tuple[tuple[tuple[str, ...], list[str]], ...]] = {
     ),
     "calls that change no weights cost nothing": ((("profile", "list_loras"), ["profile", "list_loras"]),),
     "weights that are known to change are revoked at once": (
-        (("update_weights", "two"), ["update_weights", "revoke", "two", "identify after two, update_weights"]),
+        (("update_weights", "two"), ["update_weights", "revoke", "two", "identify after update_weights, two"]),
     ),
     "sleeping weights are not read": ((("one", "two"), ["one", "revoke", "two", "revoke"]),),
 }
@@ -206,7 +209,7 @@ def test_a_worker_whose_weights_cannot_be_read_says_so(monkeypatch: pytest.Monke
     worker, model = SimpleNamespace(get_kv_connector_handshake_metadata=lambda: 1 // 0), SimpleNamespace()
     monkeypatch.setattr(adapter_weights, "_models", lambda _: {"": model})
     assert look_again(worker, ["one"]).startswith("ZeroDivisionError")
-    assert adapter_weights._history(model)._called == {"one"}, "for when they can be"
+    assert adapter_weights._history(model)._called == ["one"], "for when they can be"
 
 
 def test_a_call_while_an_engine_starts_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,3 +265,30 @@ def test_every_call_of_a_worker_was_judged() -> None:
     found = {name for name in dir(Worker) if not name.startswith("_")}
     assert found <= OTHERS | weights._HARMLESS | weights._CHANGING
     assert not OTHERS & (weights._HARMLESS | weights._CHANGING)
+
+
+OF_SOME_SERIES = {
+    *("VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4", "VLLM_ROCM_USE_AITER_MOE_SITUV2"),
+    *("VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE"),
+    *("VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_XPU_INC_WNA16_BACKEND"),
+}
+SOUNDS_LOSSY = re.compile(r"QUANT|DTYPE|FP8|FP4|INT8|INT4|MXFP|SCALE|ROUND|PRECISION|ACCUM|A\d+W\d|WNA16|A16$")
+LOSES_NOTHING = {
+    # Kernels and layouts for the same precision, when numbers are dequantized, and how many bytes or tokens.
+    *("VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD", "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD", "VLLM_ROCM_FP8_PADDING"),
+    *("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM", "VLLM_USE_DEEP_GEMM_TMA_ALIGNED_SCALES", "VLLM_USE_FLASHINFER_MOE_INT4"),
+    *("VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER", "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE"),
+    *("VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB"),
+    # What is sent to experts is quantized as they would quantize it themselves.
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    # Of scales that an engine computes, which are refused; of experts' processes.
+    *("Q_SCALE_CONSTANT", "K_SCALE_CONSTANT", "V_SCALE_CONSTANT", "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"),
+}
+
+
+def test_every_variable_that_may_change_what_is_computed_was_judged() -> None:
+    """Quantization behind loading, which neither the model's configuration nor its files show."""
+    found = {*envs.environment_variables}
+    assert BY_ENVIRONMENT - found <= OF_SOME_SERIES
+    assert {name for name in found if SOUNDS_LOSSY.search(name)} <= BY_ENVIRONMENT | LOSES_NOTHING
+    assert not BY_ENVIRONMENT & LOSES_NOTHING

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model computes with, besides configuration and vLLM's version: every tensor that it holds, wherever it is;
-choices that its modules made when they were built; Python code that is not vLLM's; and what prepares media (images,
-sounds, ...) for its encoder."""
+choices that its modules made when they were built; Python code of the model, and other that is not vLLM's;
+and what prepares media (images, sounds, ...) for its encoder."""
 
 from __future__ import annotations
 
@@ -147,17 +147,35 @@ _VLLMS = frozenset({"vllm", "torch", *sys.stdlib_module_names})
 """Packages whose code is the same where vLLM is."""
 _BY_VERSION = frozenset({"transformers"})
 _EXTENDED = ("vllm.", "torch.nn.")
+_MODELS = ("vllm.model_executor.models.", "vllm.models.")
 _PREPARE = (
     *("transformers", "mistral_common", "torchvision", "torchaudio", "kaldi_native_fbank"),
     *("PIL", "cv2", "av", "torchcodec", "PyNvVideoCodec"),
 )
 """Modules. What they make of a file is not in vLLM's hash of media: that is of the file, or of a sound's samples.
 Which of them transformers takes depends on what is installed."""
+BY_ENVIRONMENT = frozenset(
+    {
+        # Weights or activations are quantized, or less so, whatever the model's own settings say.
+        *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE"),
+        *("VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_CPU_INT4_W4A8", "VLLM_XPU_INC_WNA16_BACKEND"),
+        *("VLLM_ROCM_USE_AITER_MOE_SITUV2", "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4"),
+        *("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM", "VLLM_ROCM_FP8_MFMA_PAGE_ATTN"),
+        *("VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_USE_DEEP_GEMM_E8M0"),
+        # Sums of products, of experts or of ranks are less precise.
+        *("VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_HUMMING_USE_F16_ACCUM", "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE"),
+        *("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE"),
+        # Tokens go to experts at random.
+        "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    }
+)
+"""Variables of ``vllm.envs``, each in some supported series, that change what is computed by more than a choice between
+kernels of equal precision does."""
 
 
 def code_and_choices(model: torch.nn.Module) -> frozenset[str]:
     kinds = {type(one) for one in (*model.modules(), *(one for _, one in _objects_of(model)))}
-    return frozenset({*_own_code(kinds), *_choices(model)})
+    return frozenset({*_own_code(kinds), *_model_code(model), *_choices(model)})
 
 
 def _choices(model: Any) -> Iterator[str]:
@@ -171,6 +189,16 @@ def _choices(model: Any) -> Iterator[str]:
         trained = optional(module, "max_trained_positions")
         if trained and module.max_position_embeddings != trained:
             yield f"angles of {module.max_position_embeddings} positions, trained with {trained}"
+
+
+def _model_code(model: torch.nn.Module) -> Iterator[str]:
+    """Names of the model's class and of that of its language model, and checksums of vLLM's files with them: an image
+    may have another file in a release's place. Of no other module: pipeline stages and servers without media lack some.
+    """
+    for kind in {type(model), *(type(one) for one in model.modules() if hasattr(one, "compute_logits"))}:
+        yield kind.__qualname__
+        for name in {base.__module__ for base in kind.__mro__ if base.__module__.startswith(_MODELS)}:
+            yield hashlib.blake2b(Path(inspect.getfile(sys.modules[name])).read_bytes()).hexdigest()
 
 
 def _own_code(kinds: Iterable[type]) -> Iterator[str]:
@@ -199,6 +227,13 @@ def _own_code(kinds: Iterable[type]) -> Iterator[str]:
         for value in vars(module).values():
             used = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
             waiting.add(used if isinstance(used, str) else "")
+
+
+def chosen_by_environment() -> dict[str, object]:
+    """`BY_ENVIRONMENT` as vLLM reads it: a variable may name a file with its value."""
+    from vllm import envs
+
+    return {name: getattr(envs, name, None) for name in sorted(BY_ENVIRONMENT)}
 
 
 def prepares_media() -> Iterator[tuple[str, str]]:

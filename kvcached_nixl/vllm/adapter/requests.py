@@ -56,7 +56,7 @@ class RequestReader:
             self.placeholders = sorted(_placeholders_in(model.hf_config.to_dict()))
             self.are_placeholders_unknown = not self.placeholders
         # Those of the engine that decide how adapters are applied.
-        names = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
+        names = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
         settings = {name: optional(config.lora_config, name) for name in names}
         settings["target_modules"] = sorted(settings["target_modules"] or ())
         self._lora_settings = checksum_of({name: str(value) for name, value in settings.items()})

@@ -21,7 +21,13 @@ from kvcached_nixl.identity.history import ModelReading, WeightsHistory, joined
 from kvcached_nixl.identity.memory import Reading, read
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.vllm.adapter.attributes import optional, private
-from kvcached_nixl.vllm.adapter.computes import code_and_choices, held_by, prepares_media, read_by_kernel
+from kvcached_nixl.vllm.adapter.computes import (
+    chosen_by_environment,
+    code_and_choices,
+    held_by,
+    prepares_media,
+    read_by_kernel,
+)
 from kvcached_nixl.vllm.adapter.locate import LOADER_BASE
 from kvcached_nixl.vllm.adapter.specs import keeps_draft_kv
 from kvcached_nixl.wire.handshake import Weights
@@ -42,11 +48,11 @@ _HISTORY = "_kvcached_nixl_weights"
 _LOAD = "_kvcached_nixl_load"
 
 
-def note_files(loader: Any, name: str, subfolder: str | None, files: Sequence[str]) -> None:
-    """Called when vLLM loads weights from these files, of a subfolder if the model's weights have several parts."""
+def note_files(loader: Any, files: Sequence[str]) -> None:
+    """Called when vLLM loads weights from these files, once for each part if the model's weights have several."""
     load = vars(loader).setdefault(_LOAD, object())
     read_alone = [] if distrust(type(loader)) else [Path(file) for file in files]
-    _history(loader).reads_files(name, subfolder or "", read_alone, load)
+    _history(loader).reads_files(read_alone, load)
 
 
 def _empty_is_zero() -> Any:
@@ -199,16 +205,20 @@ def _reading(model: Any, moves: bool) -> ModelReading:
 def model_facts(config: Any) -> dict[str, object]:
     """The parts of a model's configuration that determine the bytes of its KV, by name."""
     model = private(config, "model_config")
+    settings = model.hf_config.to_dict()
     facts: dict[str, object] = {
-        **{f"configuration.{name}": text for name, text in settings_of(model.hf_config.to_dict()).items()},
+        **{f"configuration.{name}": text for name, text in settings_of(settings).items()},
         "dtype": model.dtype,
         "quantization": model.quantization or "-",
         "implementation": private(model, "model_impl"),
         "window": "off" if private(model, "disable_sliding_window") else "-",
+        **settings_of(chosen_by_environment()),
     }
-    if (settings := private(model, "quantization_config")) is not None:
+    if path := settings.get("quantization_config_file"):
+        facts["quantization file"] = hashlib.blake2b(Path(path).read_bytes()).hexdigest()
+    if (more := private(model, "quantization_config")) is not None:
         # vLLM has some besides those of the model.
-        facts["quantization"] = f"{facts['quantization']} {checksum_of({'settings': settings})}"
+        facts["quantization"] = f"{facts['quantization']} {checksum_of({'settings': more})}"
     if private(model, "is_multimodal_model"):
         media = model.multimodal_config
         chosen = {name: one for name, one in vars(media).items() if name not in _NOT_OF_MEDIA}

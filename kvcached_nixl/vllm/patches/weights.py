@@ -43,7 +43,7 @@ def prepare_weights(call: Call) -> Any:
     found = call.proceed()
     # vLLM 0.31 returns the name of an index file, too.
     _, files, *_ = found
-    note_files(call.instance, call.argument("model_name_or_path"), call.argument("subfolder"), files)
+    note_files(call.instance, files)
     return found
 
 
@@ -51,7 +51,7 @@ def prepare_weights(call: Call) -> Any:
 def stream_weights(call: Call) -> Any:
     """Without it, KV of other weights would be taken for this model's, with HTTP 200."""
     files = call.proceed()
-    note_files(call.instance, call.argument("model_name_or_path"), None, files)
+    note_files(call.instance, files)
     return files
 
 
@@ -150,16 +150,16 @@ def identify_again(core: Any, method: object, *, has_failed: bool = False) -> No
         return
     if name == "sleep":
         # Without the executor's knowledge. What sleeps cannot be read, so calls before it are looked at later.
-        vars(core).setdefault(_MISSED, set()).update(vars(core).pop(_DUE, ()))
+        vars(core).setdefault(_MISSED, []).extend(vars(core).pop(_DUE, ()))
         for side in found:
             side.side_channel.hide()
         return
     has_changed = name in _CHANGING or core.model_executor.is_sleeping
-    called = vars(core).setdefault(_DUE, set())
-    called |= vars(core).pop(_MISSED, set())
+    called = vars(core).setdefault(_DUE, [])
+    called += vars(core).pop(_MISSED, [])
     vars(core).pop(_RETRY_AT, None)
     if name is not None:
-        called.add(f"{name} (failed)" if has_failed else name)
+        called.append(f"{name} (failed)" if has_failed else name)
     for side in found:
         side.revocations.weights_doubted(has_changed=has_changed)
     is_fetchable = any(side.offering.kept.are_fetchable for side in found)
@@ -179,9 +179,9 @@ def identify_if_due(core: Any) -> None:
     called = vars(core).pop(_DUE)
     content: dict[Any, Any] = {}
     try:
-        answers = executor.collective_rpc(look_again, args=(sorted(called),))
+        answers = executor.collective_rpc(look_again, args=(called,))
         # Every rank has noted them. One that could read would take a reload for another one if it were named again.
-        called = set()
+        called = []
         for one in answers:
             # After a call that has failed, vLLM may take what a rank has answered to that for an answer to this.
             if not isinstance(one, dict):

@@ -231,7 +231,9 @@ READS = (
         "FINISHED_REPETITION FINISHED_ERROR",
     ),
     _of("vllm.lora.request", "LoRARequest", "lora_int_id lora_name lora_path load_inplace is_3d_lora_weight"),
-    _of(f"{_CONFIG}.lora", "LoRAConfig", "lora_dtype target_modules enable_tower_connector_lora"),
+    _of(
+        f"{_CONFIG}.lora", "LoRAConfig", "lora_dtype target_modules enable_tower_connector_lora enable_moe_shared_loras"
+    ),
     _of(
         _OUTPUT,
         "SchedulerOutput",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -460,6 +461,28 @@ def test_whatever_bytes_follow_from_is_a_fact(changed: dict[str, Any], make_modu
     plain, other = dict(worker().facts), dict(worker(**changed).facts)
     assert "vLLM" in plain
     assert len(dict(plain.items() ^ other.items())) == 1
+
+
+def test_quantization_behind_loading_is_a_fact(tmp_path: Path, make_module: Callable[..., ModuleType]) -> None:
+    """By its settings, in whatever file they are, and whether a variable or an option names it."""
+
+    def facts(text: str) -> dict[str, str]:
+        path = tmp_path / f"{len([*tmp_path.iterdir()])}.json"
+        path.write_text(text)
+        return dict(worker(hf_config=config_of(quantization_config_file=str(path))).facts)
+
+    one, other = facts("int8"), facts("fp8")
+    assert one == facts("int8") and {name for name, _ in one.items() ^ other.items()} == {"quantization file"}
+    envs = make_module("vllm.envs")
+    make_module("vllm").envs = envs  # type: ignore[attr-defined]
+    plain = dict(worker().facts)
+    variables = [name for name in plain if name.startswith("VLLM_")]
+    assert variables == sorted(variables), "facts are compared in their order"
+    for name, value in (("VLLM_MARLIN_INPUT_DTYPE", "fp8"), ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", {"dtype": "int4"})):
+        setattr(envs, name, value)
+        changed = {key for key, _ in plain.items() ^ dict(worker().facts).items()}
+        assert changed and all(key.startswith(name) for key in changed)
+        delattr(envs, name)
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,7 @@ def test_adapters_that_are_applied_in_other_ways_are_others(tmp_path: Path) -> N
         {"target_modules": ["q_proj"]},
         {"lora_dtype": "float32"},
         {"enable_tower_connector_lora": True},
+        {"enable_moe_shared_loras": True},
     ):
         settings = {"lora_dtype": "auto", "target_modules": None, "enable_tower_connector_lora": False} | changed
         found.append(view(reader(lora_config=SimpleNamespace(**settings)), lora_request=lora(path)).digest(8))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +109,7 @@ class Base:
 
     def load_weights(self, model: Model, model_config: Any) -> None:
         if self._files:
-            note_files(self, model_config.model, None, [str(one) for one in self._files])
+            note_files(self, [str(one) for one in self._files])
         model.experts.weight.data.fill_(self._values)
 
 
@@ -274,13 +274,20 @@ def test_what_is_out_of_sight_is_doubted_after_any_call(tmp_path: Path) -> None:
     assert one.weights("reload_weights").misfit(worker(files=files).weights()) == ""
 
 
-def test_a_call_beside_a_reload_is_not_taken_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", ["poke", "reload_weights", "load_model"])
+@pytest.mark.parametrize("rewrites", [nothing, hides_out_of_sight])
+def test_a_call_beside_a_reload_is_not_taken_for_it(tmp_path: Path, rewrites: Rewrites, beside: str) -> None:
+    """Before anybody looks. ``reload_weights`` may be given tensors instead of a folder."""
     files = (safetensors(tmp_path / "a.safetensors", {"x": b"1"}),)
-    one = worker(files=files)
+    one = worker(rewrites=rewrites, files=files)
     before = one.weights()
-    _history(one.model).reads_files("m", "", list(files), object())
+    _history(one.model).reads_files(list(files), object())
     in_place(one.model)
-    assert before.misfit(one.weights("reload_weights", "poke"))
+    found = one.weights("reload_weights", beside)
+    assert before.misfit(found) and not found.files
+    # A model of which the other call may have been the last one to load a part.
+    loaded = worker(rewrites=rewrites, files=files)
+    assert not loaded.weights("load_model", beside).files
 
 
 def test_a_second_load_into_the_memory_of_the_first_hides_nothing() -> None:
@@ -341,16 +348,17 @@ def test_files_count_until_they_are_replaced(tmp_path: Path) -> None:
 
 
 def test_which_files_count(tmp_path: Path) -> None:
-    """All that one load has read, and nothing of an earlier one, whether anybody looked in between or not."""
+    """All that one load has read, and nothing of an earlier one."""
     paths = [safetensors(tmp_path / f"{at}.safetensors", {"a": bytes([at]) * 9}) for at in range(3)]
 
     def files(*loads: str) -> str:
         one = worker(files=(paths[0],))
         for load in loads:
             token = object()
-            for part, at in enumerate(load):
-                _history(one.model).reads_files(load[0], str(part), [paths[int(at)]], token)
-        return one.weights("reload_weights").files
+            for at in load:
+                _history(one.model).reads_files([paths[int(at)]], token)
+            found = one.weights("reload_weights").files
+        return found
 
     assert files("0") == files("1", "0") == files("0", "1", "2", "0") != files("1")
     assert files("01") not in (files("0"), files("1")), "two parts"
@@ -364,7 +372,7 @@ def test_files_count_if_nothing_is_left_of_what_was_there_before(tmp_path: Path)
         return safetensors(tmp_path / f"{name}.safetensors", tensors)
 
     def reloaded(one: Worker, path: Path) -> Weights:
-        _history(one.model).reads_files("m", "", [path], object())
+        _history(one.model).reads_files([path], object())
         return one.weights("reload_weights")
 
     built = made("one", x=b"1", y=b"1"), made("other", x=b"1", y=b"2")
@@ -397,14 +405,14 @@ def test_files_do_not_speak_for_what_no_checkpoint_has(tmp_path: Path, change: R
     change(one.model)
     one.weights("poke")
     for _ in range(2):
-        _history(one.model).reads_files("m", "", files, object())
+        _history(one.model).reads_files(files, object())
         found = one.weights("reload_weights")
         assert not found.files and "was not loaded again" in found.note
 
 
 def test_a_reload_before_anybody_looks_hides_nothing(tmp_path: Path) -> None:
     one = worker(files=(safetensors(tmp_path / "a.safetensors", {"x": b"1", "y": b"1"}),))
-    _history(one.model).reads_files("m", "", [safetensors(tmp_path / "b.safetensors", {"x": b"1"})], object())
+    _history(one.model).reads_files([safetensors(tmp_path / "b.safetensors", {"x": b"1"})], object())
     assert not one.weights().files
 
 
@@ -412,7 +420,7 @@ def test_a_call_that_failed_leaves_nothing_known(tmp_path: Path) -> None:
     files = [safetensors(tmp_path / "a.safetensors", {"x": b"1"})]
     one = worker(files=tuple(files))
     one.weights()
-    _history(one.model).reads_files("m", "", files, object())
+    _history(one.model).reads_files(files, object())
     found = one.weights("reload_weights (failed)")
     assert not found.files and "may have changed what was loaded" in found.note
 
@@ -546,7 +554,29 @@ def test_code_that_computes_and_is_not_vllm_s_is_compared(
     shutil.rmtree(tmp_path / package)
     assert code_of(models[0]) == found[0]
     assert code_of(type("Acme", (torch.nn.Linear,), {"__module__": package})(1, 1)) not in found
-    assert not _computes_by(torch.nn.Linear(1, 1))
+    assert _computes_by(torch.nn.Linear(1, 1)) == {"Linear"}
+
+
+@pytest.mark.parametrize("is_inner", [False, True], ids=["model", "language model"])
+@pytest.mark.parametrize(
+    ("qualname", "text", "is_other"), [("Acme", "x = 1", False), ("Acme", "x = 2", True), ("Acme2", "x = 1", True)]
+)
+def test_a_model_of_vllm_s_is_compared_by_its_class_and_file(
+    is_inner: bool, qualname: str, text: str, is_other: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--model-class-overrides``, or an image whose model was patched; not what only one pipeline stage has."""
+
+    def computes(at: str, qualname: str, text: str, *more: Any) -> str:
+        module = ModuleType(f"vllm.model_executor.models.{at}")
+        module.__file__ = str(tmp_path / f"{at}.py")
+        Path(module.__file__).write_text(text)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        kind = type(qualname, (torch.nn.Sequential,), {"__module__": module.__name__, "compute_logits": None})
+        model = kind(*more)
+        return code_of(torch.nn.Sequential(model) if is_inner else model)
+
+    tower = type("Tower", (torch.nn.Identity,), {"__module__": "vllm.model_executor.models.of_one_stage"})
+    assert (computes("one", "Acme", "x = 1", tower()) != computes("other", qualname, text)) is is_other
 
 
 @pytest.mark.parametrize("where", ["quant_method", "impl"])
