@@ -14,7 +14,7 @@ from support.internals import leftovers
 from kvcached_nixl.scheduler.asking.questions import OWN
 from kvcached_nixl.scheduler.asking.wanted import GRAMMAR_SECONDS, QueueLimit
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.question import AskFailed, Outcome, read_answer
+from kvcached_nixl.wire.question import AskFailed, Outcome, engine_in, read_answer
 
 from .test_asking import ANSWER, BLOCK, BUSY, DEAD, ODD, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Request, Step
 
@@ -629,6 +629,36 @@ def test_long_prompts_that_find_no_room_cost_a_step_nothing() -> None:
     with mock.patch.object(decode.asking.servers, "choose", side_effect=AssertionError("a server was chosen")):
         decode.turn()
     assert len(decode.asking.questions.asked) == 1
+
+
+@pytest.mark.parametrize("policy", [{}, {"recomputes": False}, {"recomputes": False, "is_required": True}], ids=str)
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("num_asked_between", [3, 60], ids=["others are served", "nobody for long"])
+def test_a_prompt_that_costs_servers_behind_a_balancer_is_not_asked_for_again(
+    num_asked_between: int, pushes: bool, policy: dict[str, bool]
+) -> None:
+    """Until the next one is there, the balancer says that none is; after long that does not count as busy."""
+    decode = Decode("http://envoy", pushes=pushes, num_free=10_000, **policy)  # type: ignore[arg-type]
+    decode.asking.servers.heard(decode.by_url("http://envoy"), engine_in(OF_P))
+    decode.arrives("a")
+    num_lost = num_asked = 0
+    for _ in range(1000):
+        if "a" in decode.fetching.refused:
+            break
+        if decode.number("a") > num_asked:
+            num_asked, is_lost = decode.number("a"), num_asked % num_asked_between == 0
+            num_lost += is_lost
+            reason = "reset reason: connection termination" if is_lost else "no healthy upstream"
+            with pytest.raises(AskFailed) as failed:
+                read_answer(503, {}, reason.encode())
+            decode.answers("a", failed.value.outcome)
+            if num_asked_between < 60:
+                decode.asking.servers.answered(decode.by_url("http://envoy"), 0)
+        decode.asking.holds_again(decode.blocks.requests["a"])  # type: ignore[arg-type]
+        decode.fetching.failures.clear()
+        decode.clock.advance(31)
+        decode.turn()
+    assert "a" in decode.fetching.refused and num_lost <= 3
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 6])
