@@ -661,6 +661,33 @@ def test_a_prompt_that_costs_servers_behind_a_balancer_is_not_asked_for_again(
     assert "a" in decode.fetching.refused and num_lost <= 3
 
 
+@pytest.mark.parametrize(
+    "cause", [FailureCause.LOST, FailureCause.UNREACHABLE, FailureCause.RESTARTED], ids=lambda one: one.label
+)
+def test_a_prompt_that_costs_three_servers_is_not_asked_for_again_if_their_side_channels_say_so(
+    cause: FailureCause,
+) -> None:
+    """In push, before the connection of its question ends. Others are served meanwhile, so that each is known."""
+    decode = Decode("http://p1", pushes=True, recomputes=False, is_required=True, num_free=10_000)
+    server = decode.by_url("http://p1")
+    for _ in range(10):
+        if "a" in decode.fetching.refused:
+            break
+        decode.asking.servers.heard(server, engine_in(OF_P))
+        if not decode.is_asked("a"):
+            decode.arrives("a")
+        else:
+            decode.turn()
+        if decode.asking._wanted["a"].named is None:
+            decode.answers("a", KILLED)
+        else:
+            decode.fetching.failures["a"] = HandOverFailed(cause, "lost")
+            if not decode.asking.holds_again(decode.blocks.requests["a"]):  # type: ignore[arg-type]
+                break
+        decode.clock.advance(60)
+    assert len(decode.asker.asked) == 3
+
+
 @pytest.mark.parametrize("num_servers", [1, 2, 6])
 @pytest.mark.parametrize("hangs", [False, True], ids=["ends", "hangs"])
 def test_a_prompt_that_costs_three_servers_is_not_asked_for_again(num_servers: int, hangs: bool) -> None:
