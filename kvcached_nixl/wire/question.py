@@ -32,6 +32,9 @@ ROLE_HEADER = "X-Kvcached-Nixl-Role"
 MOST_ID = 200
 _OF_SEVERAL = re.compile(r"_dp\d+\Z")
 _ODD = re.compile(r"[^A-Za-z0-9._:-]")
+_IS_LOST = re.compile(rb"reset reason: (connection.termination|remote reset|local reset)")
+"""Envoy's 503 for a connection that was lost after the request was sent, which may have ended a server; others have
+502. For a server that it could not reach it names another reason."""
 LONGEST_RETRY_SECONDS = 60.0
 """A server that names a longer time is asked again after this."""
 MOST_ANSWER_BYTES = 16 << 20
@@ -274,7 +277,8 @@ class Outcome(msgspec.Struct, frozen=True):
         is_of_engine: the engine that was named to decode is not there; the server may have another one by now.
         is_own: decode's own engine has answered.
         is_late: it has answered with an offer, and its KV has not come within the whole deadline.
-        has_prompt: the server had the whole prompt when its connection ended, or has answered nothing since.
+        has_prompt: the server had the whole prompt when its connection ended, or has answered nothing since; or a
+            balancer has lost the server, which may have had it.
         retry_after_seconds: what it said.
     """
 
@@ -329,14 +333,16 @@ def read_answer(status: int, headers: Mapping[str, str], body: bytes) -> dict[st
             raise AskFailed(Outcome("it has computed the prompt, and offers no KV; expected kv_transfer_params"))
         return params
     reason = f"it answered HTTP {status}: {body[:300].decode(errors='replace')}"
-    if status in (429, 503):
+    if status == 429 or (status == 503 and not _IS_LOST.search(body)):
         # One that computes no prompts for others now may not do so for long.
         is_busy, said = ROLE_HEADER not in headers, headers.get("Retry-After", "")
         seconds = min(float(said), LONGEST_RETRY_SECONDS) if said.isascii() and said.isdigit() else 0.0
         raise AskFailed(Outcome(reason, is_of_server=True, is_busy=is_busy, retry_after_seconds=seconds))
     is_final = status in (400, 404, 413, 422)
     is_of_server = not is_final and status < 500
-    raise AskFailed(Outcome(reason, is_final=is_final, is_of_server=is_of_server, is_of_adapter=status == 404))
+    # Of a balancer, which may have lost the server with the prompt.
+    has_prompt, is_of_adapter = status in (502, 503, 504), status == 404
+    raise AskFailed(Outcome(reason, is_final, is_of_server, is_of_adapter=is_of_adapter, has_prompt=has_prompt))
 
 
 def engine_in(params: Mapping[str, Any]) -> RemotePrefill | None:

@@ -293,7 +293,7 @@ class Asking:
         request_id, blocks = wanted.request.request_id, self._engine.blocks
         if self._queue.follows(wanted):
             return True
-        rests = all(map(self.servers.rests, self.servers.those_for(wanted.lacking)))
+        rests = all(self.servers.rests(one, wanted.lacking) for one in self.servers.those_for(wanted.lacking))
         num_blocks = blocks.num_needed(request_id)
         # First, since it is looked at in each step: a choice takes the longer the longer the prompt is.
         if not rests and not self.window.has_room(num_blocks, blocks):

@@ -96,7 +96,7 @@ class Servers:
         self.resolver = Resolver(urls, woken)
         self.all = [Server(url) for url in urls]
         self.rested_at_seconds: float | None = None
-        self._noted: frozenset[tuple[Server, bool]] = frozenset()
+        self._noted: frozenset[tuple[Server, bool, bool]] = frozenset()
         # Since `note_rests`, for single prompts.
         self._failed: set[Server] = set()
         # The last request that a server was asked for after a failure, whose KV shows whether it serves again; and when
@@ -138,7 +138,7 @@ class Servers:
             return cached.get(one, num_known if one is knowing else 0)
 
         def order(one: Server) -> tuple[bool, bool, bool, bool, bool, float, int]:
-            rests, rests_seconds = self.rests(one), max(0.0, one.rests_until_seconds - now)
+            rests, rests_seconds = self.rests(one, lacking), max(0.0, one.rests_until_seconds - now)
             num_here = (num_tokens - may_have(one)) * (2 if one.has_clients else 1)
             refuses = one.num_refused >= FAILURES_IN_A_ROW and now < one.refused_seconds + LONGEST_PAUSE_SECONDS
             last = refuses, rests and not one.is_busy, rests_seconds, one.num_tokens(now) + num_here
@@ -170,14 +170,15 @@ class Servers:
     def pauses(self, server: Server) -> bool:
         return server.rests_until_seconds > self.clock.now_seconds()
 
-    def rests(self, server: Server) -> bool:
+    def rests(self, server: Server, lacking: Collection[Server] = ()) -> bool:
         """Whether a server is not asked now: its pause lasts, or it is on trial. That counts only if decode computes
-        the others, or another server may: where all have failed, each prompt would wait for those before it."""
+        the others, or a server may that is not ``lacking``: else each prompt would wait for those before it."""
         trial, until_seconds = self._trials.get(server, (None, 0.0))
         if trial is None or trial.server is not server or self.clock.now_seconds() >= until_seconds:
             self._trials.pop(server, None)
             return self.pauses(server)
-        return self._computes or server.is_own or any(map(_is_reached, self.all)) or self.pauses(server)
+        may_others = self._computes or server.is_own or any(map(_is_reached, self.those_for(lacking)))
+        return may_others or self.pauses(server)
 
     @property
     def have_changed(self) -> bool:
@@ -194,8 +195,9 @@ class Servers:
         before, self._noted = self._noted, self._rests_now()
         return before != self._noted
 
-    def _rests_now(self) -> frozenset[tuple[Server, bool]]:
-        return frozenset((one, self.rests(one)) for one in self.all)
+    def _rests_now(self) -> frozenset[tuple[Server, bool, bool]]:
+        # A pause may end while a trial goes on that does not count for all prompts.
+        return frozenset((one, self.rests(one), self.pauses(one)) for one in self.all)
 
     def tries(self, server: Server, trial: Wanted) -> None:
         """A server is asked for a request, or what it has cached is fetched."""

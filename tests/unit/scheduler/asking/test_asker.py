@@ -200,6 +200,9 @@ def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(decode: Decode, s
     assert headers["Authorization"] == "Bearer secret" and headers["tracestate"] == "a=1"
 
 
+ENVOY = "upstream connect error or disconnect/reset before headers. retried and the latest reset reason: "
+
+
 @pytest.mark.parametrize(
     ("response", "reason", "is_final", "is_busy"),
     [
@@ -215,7 +218,17 @@ def test_a_prompt_of_embeddings_is_sent_to_an_endpoint_of_ours(decode: Decode, s
         ({"status": 404, "text": "no such model"}, "no such model", True, False),
         ({"status": 413}, "HTTP 413", True, False),
         ({"status": 500}, "HTTP 500", False, False),
+        ({"status": 502}, "HTTP 502", False, False),
         ({"status": 503}, "HTTP 503", False, True),
+        ({"status": 503, "text": "no healthy upstream"}, "no healthy", False, True),
+        *(
+            ({"status": 503, "text": ENVOY + one}, one, False, True)
+            for one in ("remote connection failure", "overflow")
+        ),
+        *(
+            ({"status": 503, "text": ENVOY + one}, one, False, False)
+            for one in ("connection termination", "remote reset")
+        ),
         ({"status": 503, "headers": {ROLE_HEADER: "decode"}}, "HTTP 503", False, False),
     ],
 )
@@ -227,6 +240,7 @@ def test_an_answer_without_parameters(
     assert isinstance(found, Outcome) and reason in found.reason
     assert (found.is_final, found.is_busy) == (is_final, is_busy)
     assert found.is_of_adapter is (response.get("status") == 404)
+    assert found.has_prompt is (response.get("status") in (502, 503, 504) and not is_busy and "headers" not in response)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from support.internals import leftovers
 from kvcached_nixl.scheduler.asking.questions import OWN
 from kvcached_nixl.scheduler.asking.wanted import GRAMMAR_SECONDS, QueueLimit
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.question import AskFailed, Outcome, read_answer
+from kvcached_nixl.wire.question import AskFailed, Outcome, engine_in, read_answer
 
 from .test_asking import ANSWER, BLOCK, BUSY, DEAD, ODD, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Request, Step
 
 MISSING = Outcome("HTTP 404: the model `new` does not exist", is_final=True, is_of_adapter=True)
 TOO_LONG = Outcome("HTTP 400: maximum context length", is_final=True)
 KILLED = Outcome("Server disconnected", is_of_server=True, has_prompt=True)
+LONG_BUSY = msgspec.structs.replace(BUSY, retry_after_seconds=10 * SILENCE_SECONDS)
 
 
 @pytest.mark.parametrize("failure", [ODD, KILLED], ids=["HTTP 500", "killed"])
@@ -222,6 +223,23 @@ def test_what_one_refuses_waits_for_one_that_may_take_it(
     assert decode.url("a") == "http://p1" or "a" in decode.fetching.refused
 
 
+@pytest.mark.parametrize(("adapter", "outcome"), [("new", MISSING), ("", TOO_LONG)], ids=["adapter", "too long"])
+def test_what_only_failed_servers_may_take_ends_however_many_wait(adapter: str, outcome: Outcome) -> None:
+    """p1, which is well, refuses them. p2 has gone, which is seen after 5 s each time: each had a trial of its own."""
+    decode = Decode("http://p1", "http://p2", recomputes=False, num_free=10_000)
+    decode.asking.servers.failed(decode.by_url("http://p2"), DEAD)
+    for place in range(150):
+        if place < 40:
+            decode.arrives(f"r{place}", adapter=adapter)
+        for server in decode.asking.servers.all:
+            since_seconds, found = (0.0, outcome) if server.url == "http://p1" else (5.0, DEAD)
+            asked = [one for one, (_, at) in server.asked.items() if at + since_seconds <= decode.clock.now_seconds()]
+            decode.asker.answers += [(one, found) for one in asked]
+        decode.clock.advance(1)
+        decode.turn()
+    assert len(decode.fetching.refused) == 40 and len(decode.asker.asked) <= 3 * 40
+
+
 @pytest.mark.parametrize("is_required", [False, True])
 @pytest.mark.parametrize("first", [DEAD, BUSY], ids=["dead", "busy"])
 def test_what_one_refuses_ends_also_if_the_other_is_away(first: Outcome, is_required: bool) -> None:
@@ -264,8 +282,9 @@ def test_who_waits_for_its_adapter_is_asked_for_whenever_a_server_may_be_asked(e
 
 @pytest.mark.parametrize("begins", ["first", "last"])
 def test_who_waits_for_its_adapter_waits_for_a_trial_also_if_that_is_refused(begins: str) -> None:
-    """It waits when the trial begins in the same turn, or arrives then. The server that is well lacks its adapter."""
-    decode = Decode("http://p1", "http://p2", recomputes=False, goes_by_priority=True, num_free=10_000)
+    """It waits when the trial begins in the same turn, or arrives then. p1 lacks its adapter, and p3 is busy."""
+    decode = Decode("http://p1", "http://p2", "http://p3", recomputes=False, goes_by_priority=True, num_free=10_000)
+    decode.asking.servers.failed(decode.by_url("http://p3"), LONG_BUSY)
     decode.by_url("http://p1").asked[10**6] = 4096, 0.0
     if begins == "first":
         decode.arrives("a", adapter="new", priority=1)
@@ -280,6 +299,23 @@ def test_who_waits_for_its_adapter_waits_for_a_trial_also_if_that_is_refused(beg
     assert decode.url("trial") == "http://p2" and decode.url("a") == "http://p1"
     decode.answers("trial", TOO_LONG)
     assert decode.url("a") == "http://p2" and not decode.fetching.refused
+
+
+def test_a_trial_that_goes_on_keeps_nobody_waiting_who_has_no_other_server() -> None:
+    """The answer of the last one that was asked for does not come. p1, which is well, lacks their adapter."""
+    decode = Decode("http://p1", "http://p2", recomputes=False, num_free=10_000)
+    decode.asking.servers.failed(decode.by_url("http://p2"), DEAD)
+    for one in ("a", "trial"):
+        decode.arrives(one, adapter="new")
+        decode.answers(one, MISSING)
+    decode.clock.advance(1)
+    decode.turn()
+    for _ in range(2):
+        assert decode.url("trial") == decode.url("a") == "http://p2" and decode.asking.figures.asked == 2
+        decode.answers("a", DEAD)
+        decode.clock.advance(3)
+        decode.turn()
+    assert "a" in decode.fetching.refused
 
 
 def test_who_waits_for_all_is_asked_for_when_the_first_may_be_asked() -> None:
@@ -465,12 +501,12 @@ def test_one_prompt_shows_whether_a_server_serves_again(
 @pytest.mark.parametrize("is_answered", [False, True], ids=["its answer is lost", "decode does not begin it"])
 @pytest.mark.parametrize("adapter", ["", "new"])
 def test_a_trial_ends_after_a_time_limit(adapter: str, is_answered: bool) -> None:
-    """Else all others would be computed here, or wait for the only server with their adapter, for as long as it."""
-    decode = Decode("http://p1", "http://p2", recomputes=not adapter, goes_by_priority=True, num_free=10_000)
-    if not adapter:
-        decode.asking.servers.all.remove(decode.by_url("http://p2"))
-    else:
+    """Else all others would be computed here, or wait for it if they need what only it and one that is busy have."""
+    urls = ("http://p1", "http://p2", "http://p3") if adapter else ("http://p1",)
+    decode = Decode(*urls, recomputes=not adapter, goes_by_priority=True, num_free=10_000)
+    if adapter:
         decode.by_url("http://p2").asked[10**6] = 4096, 0.0
+        decode.asking.servers.failed(decode.by_url("http://p3"), LONG_BUSY)
     decode.asking.servers.failed(decode.by_url("http://p1"), DEAD)
     decode.clock.advance(1)
     decode.arrives("trial", priority=5)
@@ -593,6 +629,63 @@ def test_long_prompts_that_find_no_room_cost_a_step_nothing() -> None:
     with mock.patch.object(decode.asking.servers, "choose", side_effect=AssertionError("a server was chosen")):
         decode.turn()
     assert len(decode.asking.questions.asked) == 1
+
+
+@pytest.mark.parametrize("policy", [{}, {"recomputes": False}, {"recomputes": False, "is_required": True}], ids=str)
+@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("num_asked_between", [3, 60], ids=["others are served", "nobody for long"])
+def test_a_prompt_that_costs_servers_behind_a_balancer_is_not_asked_for_again(
+    num_asked_between: int, pushes: bool, policy: dict[str, bool]
+) -> None:
+    """Until the next one is there, the balancer says that none is; after long that does not count as busy."""
+    decode = Decode("http://envoy", pushes=pushes, num_free=10_000, **policy)  # type: ignore[arg-type]
+    decode.asking.servers.heard(decode.by_url("http://envoy"), engine_in(OF_P))
+    decode.arrives("a")
+    num_lost = num_asked = 0
+    for _ in range(1000):
+        if "a" in decode.fetching.refused:
+            break
+        if decode.number("a") > num_asked:
+            num_asked, is_lost = decode.number("a"), num_asked % num_asked_between == 0
+            num_lost += is_lost
+            reason = "reset reason: connection termination" if is_lost else "no healthy upstream"
+            with pytest.raises(AskFailed) as failed:
+                read_answer(503, {}, reason.encode())
+            decode.answers("a", failed.value.outcome)
+            if num_asked_between < 60:
+                decode.asking.servers.answered(decode.by_url("http://envoy"), 0)
+        decode.asking.holds_again(decode.blocks.requests["a"])  # type: ignore[arg-type]
+        decode.fetching.failures.clear()
+        decode.clock.advance(31)
+        decode.turn()
+    assert "a" in decode.fetching.refused and num_lost <= 3
+
+
+@pytest.mark.parametrize(
+    "cause", [FailureCause.LOST, FailureCause.UNREACHABLE, FailureCause.RESTARTED], ids=lambda one: one.label
+)
+def test_a_prompt_that_costs_three_servers_is_not_asked_for_again_if_their_side_channels_say_so(
+    cause: FailureCause,
+) -> None:
+    """In push, before the connection of its question ends. Others are served meanwhile, so that each is known."""
+    decode = Decode("http://p1", pushes=True, recomputes=False, is_required=True, num_free=10_000)
+    server = decode.by_url("http://p1")
+    for _ in range(10):
+        if "a" in decode.fetching.refused:
+            break
+        decode.asking.servers.heard(server, engine_in(OF_P))
+        if not decode.is_asked("a"):
+            decode.arrives("a")
+        else:
+            decode.turn()
+        if decode.asking._wanted["a"].named is None:
+            decode.answers("a", KILLED)
+        else:
+            decode.fetching.failures["a"] = HandOverFailed(cause, "lost")
+            if not decode.asking.holds_again(decode.blocks.requests["a"]):  # type: ignore[arg-type]
+                break
+        decode.clock.advance(60)
+    assert len(decode.asker.asked) == 3
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 6])
