@@ -154,6 +154,24 @@ def test_an_idle_decode_gives_its_prefix_cache_to_a_neighbour(mode: TransferMode
         assert pair.hand_over(prompt(seed)).status is Status.STOPPED
 
 
+@pytest.mark.parametrize("is_limited", [False, True], ids=["neighbour", "limit"])
+@DIRECTIONS
+def test_a_prefill_that_decode_fetches_from_gives_its_prefix_cache_too(mode: TransferMode, is_limited: bool) -> None:
+    pair = Pair(mode, kind(num_blocks=64), kind(caches_prefixes=False))
+    for seed in range(1, 9):
+        pair.hand_over(prompt(seed))
+    pool = pair.prefill.pool
+    left = pool.num_cached - 3 * BLOCKS_EACH
+    if is_limited:
+        pool.limit_blocks = left
+    else:
+        pool.neighbour_leaves_blocks = left
+    for seed in range(9, 13):
+        assert is_right(pair.hand_over(prompt(seed)))
+        pass_time(pair, PATIENCE / 2)
+    assert pool.num_cached <= left and not revoked(pair)
+
+
 @DIRECTIONS
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_two_full_engines_that_prefill_for_each_other_do_not_wait_for_each_other(

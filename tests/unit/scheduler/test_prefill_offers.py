@@ -109,9 +109,9 @@ def test_what_has_ended_is_told_apart(cause: RevocationCause, num_owed: int) -> 
     prefill = three_kept()
     prefill.kept.give_way(cause, 3)
     prefill.offering.revoke(RevocationCause.CLEARED, "")
-    assert prefill.kept.ended(["p1", "unknown"]) == (0, num_owed)
-    assert prefill.kept.ended(["p1"]) == (0, 0)
-    assert three_kept().kept.ended(["p2"]) == (1, 0)
+    assert prefill.kept.ended(["p1", "unknown"]) == num_owed
+    assert prefill.kept.ended(["p1"]) == 0
+    assert three_kept().kept.ended(["p2"]) == 0
 
 
 def test_what_a_still_decode_is_sent_is_held_and_gives_no_blocks_back() -> None:
