@@ -20,6 +20,7 @@ from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
+from kvcached_nixl.wire.step import Report
 
 STOOD_SECONDS = 30.0
 """An engine that rests steps more often. One that has not stepped for so long was paused, or blocked by a call."""
@@ -161,10 +162,12 @@ class GivingWay:
         if self._steps_to_trim:
             self._steps_to_trim -= 1
 
-    def reported(self, spared: Iterable[int], sent: Iterable[str]) -> None:
-        """Takes in which offers have not given way, by the numbers of their revocations, and which have ended."""
+    def reported(self, report: Report, sent: Iterable[str]) -> None:
+        """Takes in which offers have not given way, whether one was fetched, and which have ended."""
         kept = self._offering.kept
-        if kept.spared(spared):
+        if report.has_fetched:
+            kept.fetched()
+        if kept.spared(report.spared):
             # Others may give way instead: the next turn looks, whenever the last look was.
             self._look_at_seconds = 0.0
         self._owed_blocks += kept.ended(sent)

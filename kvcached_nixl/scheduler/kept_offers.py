@@ -229,18 +229,20 @@ class KeptOffers:
             self._kept[request_id].hold = self._engine.holds.take(request_id)
         return set(found)
 
+    def fetched(self) -> None:
+        """Decode has fetched an offer."""
+        self._fetched_seconds = self._engine.clock.now_seconds()
+
     def ended(self, sent: Iterable[str]) -> int:
         """All ranks have reported that no peer needs these requests; vLLM frees their blocks now. Returns how many
         blocks are given back to others."""
-        num_for_others, now = 0, self._engine.clock.now_seconds()
+        num_for_others = 0
         for request_id in map(PrefillRequestId, sent):
             one = self._kept.pop(request_id, None)
             if one is None:
                 continue
             if one.hold is not None:
                 self._engine.holds.give_back(one.hold)
-            if not one.gives_back(now):
-                self._fetched_seconds = now
             num_for_others += one.num_blocks if one.is_for_others else 0
             for number in one.asked:
                 self._asked.pop(number, None)

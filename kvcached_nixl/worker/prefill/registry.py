@@ -229,6 +229,9 @@ class OfferRegistry:
         """A rank of decode needs nothing more of an offer."""
         offer = self._matcher.released_by(message)
         if offer is not None:
+            # Else it was in decode's cache, or is not wanted any more.
+            if message.tp_rank in offer.readers:
+                self._outcomes.fetched()
             self._settle_rank(offer, message.tp_rank, message.tp_size)
             self._settle(offer)
 

@@ -89,6 +89,20 @@ def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
     assert list(revoked) == ["p1", "p2", "p3"] and not any(one.spares_wanted for one in revoked.values())
 
 
+def test_offers_give_way_only_if_none_was_fetched_for_a_while() -> None:
+    """One that ends without that, because its lease does, says nothing."""
+    prefill = three_kept()
+    prefill.kept.fetched()
+    prefill.kept.ended(["p1"])
+    prefill.clock.advance(PATIENCE - 0.1)
+    prefill.kept.ended(["p2"])
+    prefill.kept.give_way(RevocationCause.LIMIT, 3)
+    assert not prefill.take().has_news
+    prefill.clock.advance(0.1)
+    prefill.kept.give_way(RevocationCause.LIMIT, 3)
+    assert list(revoked_in(prefill.take())) == ["p3"]
+
+
 def test_a_preempted_prompt_has_no_blocks() -> None:
     """Nor when that happens again: it is not read while it is computed then."""
     prefill = Prefill(mode=TransferMode.PUSH)
