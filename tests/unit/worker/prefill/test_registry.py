@@ -367,6 +367,21 @@ def test_decode_waits_in_vain_only_for_a_prompt_that_it_has_given_its_room_to(
     assert prefill.registry.outlasts(P1, revocation) == is_spared_long
 
 
+def test_short_waits_of_others_do_not_add_up(prefill: Prefill, remote: Remote) -> None:
+    """Between them, prefill may not have lacked blocks at all, and so not have asked."""
+    revocation = Revocation(RevocationCause.BLOCKS, "", spares_wanted=True)
+    prefill.offer(is_finished=True)
+    for number, request_id in enumerate((P2, P3)):
+        name = f"transfer:{request_id}"
+        prefill.offer(0, request_id, name=name, blocks=())
+        prefill.register(remote, 1 + number, name=name)
+        for _ in range(2):
+            prefill.registry.renew("another", [NAME])
+            assert prefill.registry.outlasts(P1, revocation), request_id
+            prefill.clock.advance(SPARED_SECONDS / 2)
+        prefill.registry.stop(request_id, "aborted")
+
+
 @pytest.mark.parametrize("ends", ["finish", "stop", "preempt"])
 def test_a_request_that_nobody_was_told_of_is_done_at_once(prefill: Prefill, ends: str) -> None:
     if ends == "finish":
