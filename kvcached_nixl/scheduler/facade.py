@@ -324,7 +324,7 @@ class SchedulerFacade:
         # Blocks of preempted requests, which no rank reads any more.
         for hold in self._idle.take(report.idle):
             self.engine.holds.give_back(hold)
-        self._giving_way.reported(report.spared, reports.sent)
+        self._giving_way.reported(report, reports.sent)
         kept.stuck(report.stuck)
         reports.sent |= kept.let_go()
         ending, self.fetching.ending = self.fetching.ending, set()

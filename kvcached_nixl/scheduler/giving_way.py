@@ -20,6 +20,7 @@ from kvcached_nixl.scheduler.context import EngineContext
 from kvcached_nixl.scheduler.decode_fetches import DecodeFetches
 from kvcached_nixl.scheduler.prefill_offers import PrefillOffers
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
+from kvcached_nixl.wire.step import Report
 
 STOOD_SECONDS = 30.0
 """An engine that rests steps more often. One that has not stepped for so long was paused, or blocked by a call."""
@@ -28,15 +29,14 @@ UNHEARD_SECONDS = 3.0
 
 
 class MemoryPressure:
-    """When offers that no decode fetches have to give way, because memory is short (rule R12).
+    """When blocks that nobody uses have to be given back, because memory is short (rule R12).
 
     Memory is short if the next request waits for blocks, if the engine uses more than kvcached's limit allows, or if
-    another engine on the device waits for memory. As long as decode fetches offers, memory comes back by itself: offers
-    are taken back only when none was fetched for a while. So two full engines that prefill for each other do not wait
-    for each other, and a prefill that is only faster than its decode keeps what it has computed.
+    another engine on the device waits for memory. What the prefix cache keeps is then dropped, whatever decode fetches.
+    Offers give way only if none was fetched for as long (`KeptOffers.give_way`).
 
     Args:
-        patience_seconds: how long memory is short, without an offer being fetched, before offers are taken back.
+        patience_seconds: how long memory is short before blocks are given back.
     """
 
     def __init__(self, clock: Clock, patience_seconds: float) -> None:
@@ -44,10 +44,6 @@ class MemoryPressure:
         self._patience_seconds = patience_seconds
         self._since_seconds: float | None = None
         self._last_seconds = 0.0
-
-    def eased(self) -> None:
-        """Decode has fetched an offer, or none is kept."""
-        self._since_seconds = None
 
     def turn(self, missing_blocks: Mapping[RevocationCause, int]) -> dict[RevocationCause, int]:
         """Returns how many of the blocks that are missing at this moment have to be given back now, by cause."""
@@ -166,16 +162,15 @@ class GivingWay:
         if self._steps_to_trim:
             self._steps_to_trim -= 1
 
-    def reported(self, spared: Iterable[int], sent: Iterable[str]) -> None:
-        """Takes in which offers have not given way, by the numbers of their revocations, and which have ended."""
+    def reported(self, report: Report, sent: Iterable[str]) -> None:
+        """Takes in which offers have not given way, whether one was fetched, and which have ended."""
         kept = self._offering.kept
-        if kept.spared(spared):
+        if report.has_fetched:
+            kept.fetched()
+        if kept.spared(report.spared):
             # Others may give way instead: the next turn looks, whenever the last look was.
             self._look_at_seconds = 0.0
-        num_fetched, num_blocks = kept.ended(sent)
-        self._owed_blocks += num_blocks
-        if num_fetched:
-            self._pressure.eased()
+        self._owed_blocks += kept.ended(sent)
 
     def turn(self) -> bool:
         """Looks every LOOK_SECONDS, however often it is called. Must not be called while vLLM builds a step: what it
@@ -200,8 +195,6 @@ class GivingWay:
             num_dropped += self._give_way()
             if self._is_push and self._fetching.attempts.waiting:
                 self._impasse.turn(are_peers_waiting=self._offering.are_awaited)
-        else:
-            self._pressure.eased()
         had_yielded, self._had_yielded = self._had_yielded, self.yields
         return num_dropped > 0 or (had_yielded and not self._had_yielded)
 

@@ -89,6 +89,7 @@ class KeptOffers:
         # By the numbers of revocations that may be reported as spared.
         self._asked: dict[int, _Kept] = {}
         self._stuck: set[PrefillRequestId] = set()
+        self._fetched_seconds = -math.inf
 
     def keep(
         self, request_id: PrefillRequestId, adapter: int, block_ids: BlockIds, *, is_taken_back: bool = False
@@ -173,7 +174,11 @@ class KeptOffers:
     ) -> None:
         """Takes back offers that no rank of decode fetches yet, oldest first, until they have ``num_blocks`` blocks
         together with those that are being given back already. Those for which decode has a request are taken back
-        last; if ``keeps_wanted``, not at all. ``computing``: as in `Revocation`."""
+        last; if ``keeps_wanted``, not at all. ``computing``: as in `Revocation`.
+
+        As long as decode fetches offers, memory comes back by itself: none gives way until a while after the last one
+        was fetched. So two full engines that prefill for each other do not wait for each other, and a prefill that is
+        only faster than its decode keeps what it has computed."""
         now, step = self._engine.clock.now_seconds(), self._engine.step
         # Those that are held end when a transfer does.
         kept = {request_id: one for request_id, one in self._kept.items() if one.hold is None}
@@ -185,7 +190,8 @@ class KeptOffers:
             is_wanted = one.is_wanted(now)
             if num_blocks <= 0 or (is_wanted and keeps_wanted):
                 return
-            is_young = now < one.since_seconds + self._engine.settings.give_way_after_seconds
+            last_seconds = max(one.since_seconds, self._fetched_seconds)
+            is_young = now < last_seconds + self._engine.settings.give_way_after_seconds
             if one.gives_back(now) or request_id in told or is_young:
                 continue
             number = next(self._numbers)
@@ -223,22 +229,25 @@ class KeptOffers:
             self._kept[request_id].hold = self._engine.holds.take(request_id)
         return set(found)
 
-    def ended(self, sent: Iterable[str]) -> tuple[int, int]:
+    def fetched(self) -> None:
+        """Decode has fetched an offer."""
+        self._fetched_seconds = self._engine.clock.now_seconds()
+
+    def ended(self, sent: Iterable[str]) -> int:
         """All ranks have reported that no peer needs these requests; vLLM frees their blocks now. Returns how many
-        offers have ended that were not taken back, and how many blocks are given back to others."""
-        num_served, num_for_others, now = 0, 0, self._engine.clock.now_seconds()
+        blocks are given back to others."""
+        num_for_others = 0
         for request_id in map(PrefillRequestId, sent):
             one = self._kept.pop(request_id, None)
             if one is None:
                 continue
             if one.hold is not None:
                 self._engine.holds.give_back(one.hold)
-            num_served += not one.gives_back(now)
             num_for_others += one.num_blocks if one.is_for_others else 0
             for number in one.asked:
                 self._asked.pop(number, None)
             self.revoked_at.pop(request_id, None)
-        return num_served, num_for_others
+        return num_for_others
 
 
 class StartGate:

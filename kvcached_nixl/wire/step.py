@@ -49,6 +49,7 @@ class Report:
         claimed: numbers of `AwaitClaim` for whose requests a rank of decode has registered.
         known: attempts whose requests still wait for their turn on prefill, or are computed.
         stuck: prefill's requests that a rank has stopped, and of which a WRITE is in flight all the same.
+        has_fetched: a rank of decode has fetched what it needed of an offer.
     """
 
     ended: set[tuple[int, int]] = field(default_factory=set)
@@ -58,6 +59,7 @@ class Report:
     claimed: set[int] = field(default_factory=set)
     known: set[int] = field(default_factory=set)
     stuck: set[PrefillRequestId] = field(default_factory=set)
+    has_fetched: bool = False
 
     def add(self, other: Report) -> None:
         """Takes in what another rank reports, or the same one later."""
@@ -68,6 +70,7 @@ class Report:
         self.claimed |= other.claimed
         self.known |= other.known
         self.stuck |= other.stuck
+        self.has_fetched |= other.has_fetched
 
 
 @dataclass

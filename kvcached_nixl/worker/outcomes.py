@@ -98,6 +98,11 @@ class OutcomeQueue:
         with self._news() as report:
             report.idle.add((hold, self._rank))
 
+    def fetched(self) -> None:
+        """A rank of decode has fetched an offer; wakes no engine: the offer's end does."""
+        with self._lock:
+            self._report.has_fetched = True
+
     def expired(self, request_id: PrefillRequestId) -> None:
         tags = HandOverFailed(FailureCause.LEASE, "").tags(prefill_request_id=request_id)
         logger.warning("KV was not fetched: %s: its lease expired", tags)

@@ -133,6 +133,20 @@ def test_a_neighbour_that_waits_gets_what_nobody_fetches() -> None:
 
 
 @DIRECTIONS
+def test_a_neighbour_does_not_wait_for_leases_that_end_one_after_the_other(mode: TransferMode) -> None:
+    """Clients have left, and decode fetches none of it."""
+    pair = Pair(mode, kind(num_blocks=256, caches_prefixes=False), kind(caches_prefixes=False))
+    for seed in range(1, 41):
+        offers(pair, 1, first=seed)
+        pass_time(pair, PATIENCE / 2)
+    pair.prefill.pool.neighbour_leaves_blocks = 10 * BLOCKS_EACH
+    for seed in range(41, 47):
+        offers(pair, 1, first=seed)
+        pass_time(pair, PATIENCE / 2)
+    assert pair.prefill.pool.usage().num_used <= 10 * BLOCKS_EACH + 1
+
+
+@DIRECTIONS
 def test_an_idle_decode_gives_its_prefix_cache_to_a_neighbour(mode: TransferMode) -> None:
     """It keeps no offers, and has nothing to compute."""
     pair = Pair(mode)
@@ -152,6 +166,24 @@ def test_an_idle_decode_gives_its_prefix_cache_to_a_neighbour(mode: TransferMode
     assert pool.num_cached == cached - BLOCKS_EACH and not pair.decode.is_moving
     for seed in (1, 2, 3):
         assert pair.hand_over(prompt(seed)).status is Status.STOPPED
+
+
+@pytest.mark.parametrize("is_limited", [False, True], ids=["neighbour", "limit"])
+@DIRECTIONS
+def test_a_prefill_that_decode_fetches_from_gives_its_prefix_cache_too(mode: TransferMode, is_limited: bool) -> None:
+    pair = Pair(mode, kind(num_blocks=64), kind(caches_prefixes=False))
+    for seed in range(1, 9):
+        pair.hand_over(prompt(seed))
+    pool = pair.prefill.pool
+    left = pool.num_cached - 3 * BLOCKS_EACH
+    if is_limited:
+        pool.limit_blocks = left
+    else:
+        pool.neighbour_leaves_blocks = left
+    for seed in range(9, 13):
+        assert is_right(pair.hand_over(prompt(seed)))
+        pass_time(pair, PATIENCE / 2)
+    assert pool.num_cached <= left and not revoked(pair)
 
 
 @DIRECTIONS

@@ -501,6 +501,6 @@ def transfers_to_a_removed_peer_count_as_ended(patch: Patcher) -> None:
 
 @FAULTS.planted
 def what_is_freed_for_others_stays_in_the_cache(patch: Patcher) -> None:
-    original = KeptOffers.ended
-    patch.setattr(KeptOffers, "ended", lambda *arguments: (original(*arguments)[0], 0))
+    ended = KeptOffers.ended
+    patch.setattr(KeptOffers, "ended", lambda *arguments: ended(*arguments) * 0)
     patch.setattr(Pool, "drop_cached", always(0))

@@ -14,7 +14,6 @@ Such a release counts for one offer, the only one of its name, and not for regis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -113,7 +112,7 @@ class Offer:
         readers: ranks of decode that have begun to read its blocks.
         wanted_until_seconds: time until which decode counts as waiting for the offer. Each heartbeat moves it.
         wanted_by: agents of decode that have sent heartbeats for it.
-        in_the_way_seconds: time since when prompts that decode has registered for have had no blocks because of it.
+        in_the_way_seconds: prompts that decode has registered for, and since when they have no blocks because of it.
         awaited: how many ranks must be in ``settled``; None until a rank of decode has told its size.
         draining: holds of earlier preemptions, whose blocks may still be read.
         write_tasks: registrations that are served from it.
@@ -133,7 +132,7 @@ class Offer:
     readers: set[int] = field(default_factory=set)
     wanted_until_seconds: float = 0.0
     wanted_by: set[str] = field(default_factory=set)
-    in_the_way_seconds: float = math.inf
+    in_the_way_seconds: dict[PrefillRequestId, float] = field(default_factory=dict)
     awaited: int | None = None
     draining: list[int] = field(default_factory=list)
     write_tasks: dict[WriteKey, WriteTask] = field(default_factory=dict)

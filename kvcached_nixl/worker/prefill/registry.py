@@ -28,7 +28,7 @@ from kvcached_nixl.worker.transfer.topology import kernel_blocks_of
 WANTED_INTERVALS = 2
 """For so many intervals between heartbeats after the last one, decode counts as waiting for an offer."""
 SPARED_SECONDS = 15.0
-"""How long an offer that decode waits for is spared while others' prompts have no blocks because of it. Decode's own
+"""How long an offer that decode waits for is spared while another's prompt has no blocks because of it. Decode's own
 requests mostly end sooner; engines may also wait for each other in a ring, which none of them sees."""
 
 
@@ -229,6 +229,9 @@ class OfferRegistry:
         """A rank of decode needs nothing more of an offer."""
         offer = self._matcher.released_by(message)
         if offer is not None:
+            # Else it was in decode's cache, or is not wanted any more.
+            if message.tp_rank in offer.readers:
+                self._outcomes.fetched()
             self._settle_rank(offer, message.tp_rank, message.tp_size)
             self._settle(offer)
 
@@ -256,12 +259,10 @@ class OfferRegistry:
         waiting = [one for one in self._matcher.offers.values() if not one.update.ready_tokens]
         # A rank whose heads decode takes from a copy is not registered with, but released.
         lacking = [one for one in waiting if one.request_id not in computing and (one.write_tasks or one.settled)]
-        if not lacking:
-            return True
-        now = self._clock.now_seconds()
-        offer.in_the_way_seconds = min(offer.in_the_way_seconds, now)
+        now, since_seconds = self._clock.now_seconds(), offer.in_the_way_seconds
+        offer.in_the_way_seconds = {one.request_id: since_seconds.get(one.request_id, now) for one in lacking}
         is_for_others = offer.wanted_by.isdisjoint(agent for one in lacking for agent, _ in one.write_tasks)
-        return is_for_others and now < offer.in_the_way_seconds + SPARED_SECONDS
+        return is_for_others and now < min(offer.in_the_way_seconds.values(), default=now) + SPARED_SECONDS
 
     def _let_down(self, offer: Offer, cause: HandOverFailed) -> None:
         self._tokens.remove(offer.request_id)

@@ -341,8 +341,10 @@ class Writer(PeerListener):
         self._stuck.pop(task.key, None)
         self._renewed.pop(task.key, None)
         self._matcher.forget(task)
-        if task.stopping is None and task.tally.num_bytes:
-            self._context.outcomes.moved(task.tally)
+        if task.stopping is None:
+            self._context.outcomes.fetched()
+            if task.tally.num_bytes:
+                self._context.outcomes.moved(task.tally)
         if task.offer is not None:
             del task.offer.write_tasks[task.key]
             self._settle(task.offer, task.registration.decode)

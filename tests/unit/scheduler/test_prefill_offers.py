@@ -89,6 +89,20 @@ def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
     assert list(revoked) == ["p1", "p2", "p3"] and not any(one.spares_wanted for one in revoked.values())
 
 
+def test_offers_give_way_only_if_none_was_fetched_for_a_while() -> None:
+    """One that ends without that, because its lease does, says nothing."""
+    prefill = three_kept()
+    prefill.kept.fetched()
+    prefill.kept.ended(["p1"])
+    prefill.clock.advance(PATIENCE - 0.1)
+    prefill.kept.ended(["p2"])
+    prefill.kept.give_way(RevocationCause.LIMIT, 3)
+    assert not prefill.take().has_news
+    prefill.clock.advance(0.1)
+    prefill.kept.give_way(RevocationCause.LIMIT, 3)
+    assert list(revoked_in(prefill.take())) == ["p3"]
+
+
 def test_a_preempted_prompt_has_no_blocks() -> None:
     """Nor when that happens again: it is not read while it is computed then."""
     prefill = Prefill(mode=TransferMode.PUSH)
@@ -109,9 +123,9 @@ def test_what_has_ended_is_told_apart(cause: RevocationCause, num_owed: int) -> 
     prefill = three_kept()
     prefill.kept.give_way(cause, 3)
     prefill.offering.revoke(RevocationCause.CLEARED, "")
-    assert prefill.kept.ended(["p1", "unknown"]) == (0, num_owed)
-    assert prefill.kept.ended(["p1"]) == (0, 0)
-    assert three_kept().kept.ended(["p2"]) == (1, 0)
+    assert prefill.kept.ended(["p1", "unknown"]) == num_owed
+    assert prefill.kept.ended(["p1"]) == 0
+    assert three_kept().kept.ended(["p2"]) == 0
 
 
 def test_what_a_still_decode_is_sent_is_held_and_gives_no_blocks_back() -> None:

@@ -35,6 +35,7 @@ from kvcached_nixl.wire.messages import (
     INTERVAL,
     KernelBlockRange,
     Message,
+    Reading,
     Registration,
     Release,
     StagingGrant,
@@ -65,12 +66,14 @@ class Prefill(Local):
             self.side.staging = staging_over(slots, self.copies, (BLOCK_SIZE,))
         self.done: list[str] = []
         self.quiet: list[int] = []
+        self.num_fetched = 0
         self.expired: list[str] = []
         self.claimed: list[int] = []
         self.table = self.side.token_table
         outcomes: Any = SimpleNamespace(
             done=self._done,
             hold_idle=self.quiet.append,
+            fetched=self._fetched,
             expired=self.expired.append,
             moved=lambda tally: None,
             revoked=lambda cause: None,
@@ -81,6 +84,9 @@ class Prefill(Local):
         self.registry = OfferRegistry(self.side)
         self.listener.role = self.registry.writer
         self.memory.cells[:] = np.arange(self.memory.cells.size).reshape(self.memory.cells.shape) + 1
+
+    def _fetched(self) -> None:
+        self.num_fetched += 1
 
     def _done(self, request_id: PrefillRequestId) -> None:
         assert request_id not in self.done, "done twice"
@@ -361,6 +367,21 @@ def test_decode_waits_in_vain_only_for_a_prompt_that_it_has_given_its_room_to(
     assert prefill.registry.outlasts(P1, revocation) == is_spared_long
 
 
+def test_short_waits_of_others_do_not_add_up(prefill: Prefill, remote: Remote) -> None:
+    """Between them, prefill may not have lacked blocks at all, and so not have asked."""
+    revocation = Revocation(RevocationCause.BLOCKS, "", spares_wanted=True)
+    prefill.offer(is_finished=True)
+    for number, request_id in enumerate((P2, P3)):
+        name = f"transfer:{request_id}"
+        prefill.offer(0, request_id, name=name, blocks=())
+        prefill.register(remote, 1 + number, name=name)
+        for _ in range(2):
+            prefill.registry.renew("another", [NAME])
+            assert prefill.registry.outlasts(P1, revocation), request_id
+            prefill.clock.advance(SPARED_SECONDS / 2)
+        prefill.registry.stop(request_id, "aborted")
+
+
 @pytest.mark.parametrize("ends", ["finish", "stop", "preempt"])
 def test_a_request_that_nobody_was_told_of_is_done_at_once(prefill: Prefill, ends: str) -> None:
     if ends == "finish":
@@ -373,6 +394,28 @@ def test_a_request_that_nobody_was_told_of_is_done_at_once(prefill: Prefill, end
 
 
 # -------------------------------------------------------------------------------------------------------------- release
+
+
+@pytest.mark.parametrize(
+    ("how", "num_fetched"), [("written", 1), ("read", 1), ("stopped", 0), ("released", 0), ("expired", 0)]
+)
+def test_only_what_decode_has_had_counts_as_fetched(
+    prefill: Prefill, remote: Remote, how: str, num_fetched: int
+) -> None:
+    prefill.offer(is_finished=True)
+    if how in ("written", "stopped"):
+        prefill.register(remote)
+    if how == "stopped":
+        prefill.registry.writer.fail((remote.transport.name, 1), HandOverFailed(FailureCause.DEFECT, "of ours"))
+    if how == "read":
+        prefill.registry.read(Reading("p-1", 0))
+    if how in ("read", "released"):
+        prefill.registry.release(Release("p-1", NAME, DIGEST, 0, 1))
+    prefill.deliver()
+    prefill.clock.advance(prefill.side.settings.kv_lease_duration_seconds)
+    prefill.registry.turn()
+    assert prefill.done == ["p-1"] and prefill.num_fetched == num_fetched
+    assert prefill.expired == (["p-1"] if how == "expired" else [])
 
 
 def test_a_release_by_id_for_another_prompt_is_dropped(prefill: Prefill) -> None:
