@@ -36,7 +36,8 @@ _ASKED_AT_ONCE, _ASKED_AT_ONCE_THERE = 256, 8
 """Concurrent requests, in all and per address: each holds sockets, and a router may name any number of addresses."""
 _LOOKED_UP_AT_ONCE, _NAMES_REMEMBERED = 64, 4096
 """Host names, looked up concurrently and cached: a name server that does not answer blocks a look-up for seconds."""
-_LONGEST_ANSWER_BYTES = 64 << 20
+_LONGEST_ANSWER_BYTES = 4 << 20
+"""Of one rank. NIXL's metadata takes most of it: some hundred bytes for each registered range and network card."""
 
 
 class Reply(msgspec.Struct):
