@@ -7,7 +7,7 @@ engine, used on its thread only, except `EngineContext.woken`.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -233,17 +233,23 @@ def _end_of(timeline: Timeline | None) -> float:
     return float("-inf") if timeline is None or timeline.end_seconds is None else timeline.end_seconds
 
 
+MOST_FAILED_SESSIONS = 1024
+
+
 class Failures:
     """Why hand-overs brought no KV: counted, logged once, and told to the client under the same label, the latter two
     with `HandOverFailed.tags`. A worker's reason is in the log line only: it may name hosts and ports.
 
     Attributes:
         counts: failures by `FailureCause` since the last step; `SchedulerFacade.take_step` copies and clears them.
+        sessions: ids of streaming sessions that have ended with an error, the latest of them. Their clients may have
+            sent more input before they were told, and nothing tells that from the first input of another session.
     """
 
     def __init__(self, timelines: Timelines) -> None:
         self._timelines = timelines
         self.counts: Counter[int] = Counter()
+        self.sessions: deque[str] = deque(maxlen=MOST_FAILED_SESSIONS)
         self._told: dict[str, str] = {}
         self._ended: dict[str, str] = {}
 

@@ -173,12 +173,12 @@ class SchedulerFacade:
         return self.asking.turn(may_ask=self.engine.blocks.admits and not self._giving_way.yields)
 
     def refuse(self, request_id: str, client_index: int) -> None:
-        """A request has arrived under the id of another one, which goes on. Its client is told with the next step."""
+        """A request has arrived under the id of another one. Its client is told with the next step."""
         self.engine.refused.append((request_id, client_index))
         logger.error(
-            "A request has arrived under the id %s of another request, which still runs here or whose blocks are kept "
-            "for decode; expected an unused id. It fails, and the other one goes on. Let vLLM make the engine's ids "
-            "(AsyncLLM, LLM), and add no request twice.",
+            "A request has arrived under the id %s of another request, which still runs here, whose blocks are kept "
+            "for decode, or which was a streaming session that has failed; expected an unused id. It fails, and the "
+            "other one is as before. Let vLLM make the engine's ids (AsyncLLM, LLM), and add no request twice.",
             request_id,
         )
 

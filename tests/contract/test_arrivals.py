@@ -26,10 +26,8 @@ from support.nodes import (
 from support.waiting import until
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.metrics.stats import PrefixCacheStats
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from kvcached_nixl.vllm.adapter import requests
@@ -125,24 +123,16 @@ def running(prefill: Node, decode: Node) -> Callable[[], None]:
     return lambda: prefill.step_until(lambda: prefill.ended.get(PREFILL_ID) == "length")
 
 
-def add_input(node: Node, first_token: int, *, is_last: bool = False, params: dict[str, Any] | None = None) -> None:
-    """A chunk of a streaming session, as ``AsyncLLM`` adds it; the last one is empty, and says that it is the last."""
-    sampling = SamplingParams(extra_args={"kv_transfer_params": params}, ignore_eos=True, max_tokens=1)
-    tokens = [0] if is_last else prompt(first_token, CHUNK)
-    hasher = get_request_block_hasher(node.geometry.block_size, sha256)
-    node.scheduler.add_request(Request(PREFILL_ID, tokens, sampling, None, block_hasher=hasher, resumable=not is_last))
-
-
 def session(prefill: Node, decode: Node) -> Callable[[], None]:
-    add_input(prefill, 0)
+    prefill.add_input(0)
     until(lambda: prefill.step() and prefill.status(PREFILL_ID) == RequestStatus.WAITING_FOR_STREAMING_REQ)
 
     def goes_on() -> None:
-        add_input(prefill, CHUNK)
+        prefill.add_input(CHUNK)
         prefill.step_until(lambda: prefill.tokens(PREFILL_ID) >= 2 * CHUNK)
         # One prompt, as if it had come at once.
         assert prefill.holds(prefill.blocks(PREFILL_ID), end=2 * CHUNK)
-        add_input(prefill, 0, is_last=True)
+        prefill.add_input(0, is_last=True)
 
     return goes_on
 
@@ -262,11 +252,11 @@ def test_a_session_is_neither_offered_nor_fetched(policy: str, node: Callable[..
     params = prefill.prefilled("cmpl-p-0-aaaaaaaa", num_tokens=CHUNK)
     for one, role in ((prefill, {**SEND, **NAME}), (decode, params)):
         for first_token in (0, CHUNK):
-            add_input(one, first_token, params=role)
+            one.add_input(first_token, params=role)
             until(lambda one=one: one.step() and one.status(PREFILL_ID) == RequestStatus.WAITING_FOR_STREAMING_REQ)  # type: ignore[misc]
             assert one.tokens(PREFILL_ID) >= first_token + CHUNK
         assert one.holds(one.blocks(PREFILL_ID), end=2 * CHUNK)
-        add_input(one, 0, is_last=True, params=role)
+        one.add_input(0, is_last=True, params=role)
         until(lambda one=one: one.step() and PREFILL_ID not in one.scheduler.requests)  # type: ignore[misc]
         assert PREFILL_ID not in one.transfer_params and PREFILL_ID not in one.sent
     assert decode.log.text.count("streaming session (resumable)") == 2

@@ -152,3 +152,19 @@ def test_one_that_gets_no_blocks_although_enough_are_said_to_be_free_ends(elasti
     prefill.add(PREFILL_ID, None, 1)
     prefill.step_until(lambda: PREFILL_ID in prefill.ended)
     assert prefill.ended[PREFILL_ID] == "error" and is_as_before(prefill)
+
+
+def test_what_follows_in_a_session_that_has_failed_is_refused(elastic: Callable[..., Node]) -> None:
+    """It would be computed without what came before. Its last input would be one token that nobody has sent."""
+    one = elastic(PREFILL_FILLING, allocation_timeout=0.2)
+    pages = one.scheduler.kv_cache_manager.block_pool.kv_cache_manager
+    one.add_input(0)
+    one.step_until(lambda: one.status(PREFILL_ID) == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    pages.num_taken = 1 << 30
+    for number, is_last in enumerate((False, False, True, False)):
+        one.ended.clear()
+        one.add_input(100 * number, is_last=is_last)
+        one.step_until(lambda: PREFILL_ID in one.ended)
+        assert one.ended[PREFILL_ID] == "error" and PREFILL_ID not in one.scheduler.requests, number
+        pages.num_taken = 0
+    assert is_as_before(one)

@@ -216,6 +216,15 @@ class Node:
         )
         self.scheduler.add_request(request)
 
+    def add_input(self, first_token: int, *, is_last: bool = False, params: dict[str, Any] | None = None) -> None:
+        """A chunk of a streaming session, as ``AsyncLLM`` adds it; the last one is empty, and says so."""
+        sampling = SamplingParams(extra_args={"kv_transfer_params": params}, ignore_eos=True, max_tokens=1)
+        tokens = [0] if is_last else prompt(first_token, CHUNK)
+        hasher = get_request_block_hasher(self.geometry.block_size, sha256)
+        self.scheduler.add_request(
+            Request(PREFILL_ID, tokens, sampling, None, block_hasher=hasher, resumable=not is_last)
+        )
+
     def blocks(self, request_id: str) -> list[int]:
         return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
 

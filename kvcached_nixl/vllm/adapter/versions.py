@@ -82,7 +82,8 @@ COUNTS_EXTERNAL_WEIGHTS = Change(
 HASHES_AHEAD = Change(
     "0.33",
     "hashes of blocks may cover tokens behind them (num_hash_lookahead_tokens); with a draft model the worker saves "
-    "after it was asked for results; a connector is asked whether it can follow sleep mode, and answers no; NIXL 1.5",
+    "after it was asked for results; a connector is asked whether it can follow sleep mode, and answers no; an error "
+    "ends a streaming session; NIXL 1.5",
 )
 CHANGES = (
     Change("0.27", "torch 2.13"),

@@ -59,7 +59,8 @@ def add_request(call: Call) -> None:
     arrival = arrival_of(call.instance, request)
     found = list(bound_sides(call.instance))
     for side in found:
-        if arrival is Arrival.REPEATED or side.offering.kept.keeps(request.request_id):
+        is_taken = side.offering.kept.keeps(request.request_id) or request.request_id in side.engine.failures.sessions
+        if arrival is Arrival.REPEATED or is_taken:
             side.refuse(request.request_id, request.client_index)
             return
     is_held = False

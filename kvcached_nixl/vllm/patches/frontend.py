@@ -26,6 +26,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     RENDERER,
 )
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
+from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD
 from kvcached_nixl.vllm.patches.admission import ARRIVED, REFUSED, failure
 from kvcached_nixl.vllm.patches.leaving import is_leaving
 from kvcached_nixl.wire.causes import FAILED, STARVED
@@ -48,6 +49,8 @@ ends at less than 500."""
 _ARRIVED = "_kvcached_nixl_arrived"
 """Attribute of the queue of a request: the HTTP request that it is of."""
 _ABORTED = "The server has aborted this request before its end. Try again."
+_FAILURES = ("ERROR", "ABORT")
+"""Names of the reasons of an end that did not come from what was generated."""
 
 
 @Patch(INPUT_PROCESSOR, "assign_request_id", "frontend", "request", kind="staticmethod")
@@ -106,15 +109,21 @@ def _not_sendable(error: Exception) -> Exception:
 
 @Patch(ENGINE_CLIENT, "_add_request", "frontend", "self request prompt parent_req index queue")
 async def give_to_engine(call: Call) -> None:
-    """Without it, a request that cannot be sent to the engine, for whatever reason, would count as under way for ever.
-    Until vLLM forgets a request that it could not send.
+    """Without it, a request that cannot be sent to the engine, for whatever reason, would count as under way for ever;
+    and a streaming session that has ended would begin anew with its next input. Until vLLM forgets a request that it
+    could not send, and reads no input of a session that has ended (0.32).
 
     vLLM notes a request before it sends it. What is noted delays a shutdown, and counts for ``--max-num-queued-reqs``.
 
     Raises:
         VLLMValidationError: it cannot be encoded; answered with HTTP 400.
     """
-    setattr(call.argument("queue"), _ARRIVED, ARRIVED.get())
+    queue, states = call.argument("queue"), private(private(call.instance, "output_processor"), "request_states")
+    # Only a session, and the choices of one request, give more than one to a queue.
+    is_more = hasattr(queue, _ARRIVED) and call.argument("parent_req") is None
+    if is_more and call.argument("request").request_id not in states:
+        return
+    setattr(queue, _ARRIVED, ARRIVED.get())
     try:
         await call.proceed()
     except BaseException as error:
@@ -124,6 +133,32 @@ async def give_to_engine(call: Call) -> None:
         if isinstance(error, (OverflowError, UnicodeError, RecursionError)):
             raise _not_sendable(error) from error
         raise
+
+
+@Patch(
+    OUTPUT_PROCESSOR,
+    "process_outputs",
+    "frontend",
+    "self engine_core_outputs engine_core_timestamp iteration_stats weight_version?",
+    versions=HASHES_AHEAD.earlier,
+)
+def process_outputs(call: Call) -> Any:
+    """Without it, a streaming session that the engine has ended would go on without its beginning: its client would get
+    wrong tokens, or wait for ever. Until every supported vLLM takes an error for the end of a session.
+
+    Below 0.33 vLLM takes each end of a session's request for that of one input. Inputs that are on their way reach the
+    engine as another session, or are refused there (`Failures.sessions`): the engine is told to abort them.
+    """
+    states, ended = private(call.instance, "request_states"), []
+    for output in call.argument("engine_core_outputs"):
+        if output.finish_reason is not None and output.finish_reason.name in _FAILURES:
+            state = states.get(output.request_id)
+            if state is not None and private(state, "streaming_input"):
+                state.streaming_input = False
+                ended.append(output.request_id)
+    processed = call.proceed()
+    private(processed, "reqs_to_abort").extend(ended)
+    return processed
 
 
 @Patch(OUTPUT_PROCESSOR, "_update_stats_from_finished", "frontend", "self req_state finish_reason iteration_stats")
@@ -151,7 +186,7 @@ def update_stats_from_finished(call: Call) -> None:
     # Its last output was just put on its queue, and not taken yet.
     request_state, finish_reason = call.argument("req_state"), call.argument("finish_reason")
     name = None if finish_reason is None else finish_reason.name
-    if name not in ("ERROR", "ABORT"):
+    if name not in _FAILURES:
         return
     try:
         arrived = optional(private(request_state, "queue"), _ARRIVED)

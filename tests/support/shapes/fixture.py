@@ -52,6 +52,7 @@ _CALLED_ON = {
     "API routes": frozenset({""}),
     "input processor": frozenset({"input_processor"}),
     "media processing": frozenset({"info"}),
+    "output processor": frozenset({"output_processor"}),
     "model loader": frozenset(),
     "renderer": frozenset(),
     "factory": frozenset({"KVConnectorFactory"}),
