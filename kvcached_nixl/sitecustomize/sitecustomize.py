@@ -14,6 +14,20 @@ _RAN = "_kvcached_nixl_sitecustomize"
 """Key in sys.modules. Prevents endless recursion if another sitecustomize runs the next one in the same way."""
 
 
+class _Barrier:
+    """kvcached patches vLLM also without this package, and the stock connector would hand out wrong tokens."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def is_on(self):
+        return os.environ.get("ENABLE_KVCACHED", "").lower() in ("1", "true")
+
+    def find_spec(self, name, path, target=None):
+        if name == "vllm.distributed.kv_transfer.kv_connector.v1.nixl" and self.is_on():
+            raise ImportError(f"NixlConnector is not patched: {self._error}") from self._error
+
+
 def _activate(here):
     # Appended, so that an installed kvcached_nixl takes precedence.
     root = os.path.dirname(os.path.dirname(here))
@@ -23,10 +37,10 @@ def _activate(here):
         import kvcached_nixl.activation.autostart
 
         kvcached_nixl.activation.autostart.watch()
-    except Exception:
-        if os.environ.get("ENABLE_KVCACHED", "").lower() in ("1", "true"):
-            # kvcached patches vLLM all the same, and the stock connector would hand out wrong tokens.
-            sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.nixl"] = None
+    except Exception as error:
+        barrier = _Barrier(error)
+        sys.meta_path.insert(0, barrier)
+        if barrier.is_on():
             raise
 
 

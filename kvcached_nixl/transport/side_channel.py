@@ -31,7 +31,7 @@ logger = logging.getLogger(SERVER_LOGGER)
 ASK = b"get_meta_msg"
 WAKE = b"kvcached_nixl has ended something"
 HEADROOM = b"kvcached_nixl headroom"
-_REPLY_SECONDS = 5.0
+_REPLY_SECONDS, _AGAIN_SECONDS = 5.0, 0.25
 _ASKED_AT_ONCE, _ASKED_AT_ONCE_THERE = 256, 8
 """Concurrent requests, in all and per address: each holds sockets, and a router may name any number of addresses."""
 _LOOKED_UP_AT_ONCE, _NAMES_REMEMBERED = 64, 4096
@@ -43,6 +43,10 @@ _LONGEST_ANSWER_BYTES = 4 << 20
 class Reply(msgspec.Struct):
     compatibility_hash: str
     agent_metadata_bytes: bytes
+
+
+class _ClosedByPeer(OSError):
+    """A connection was made, and has ended without an answer."""
 
 
 class SideChannel:
@@ -116,15 +120,26 @@ class SideChannel:
     async def _answer(self, host: str, port: int, question: tuple[object, ...]) -> bytes:
         """The first frame of an answer. vLLM's clock, which may follow, is not used."""
         there = self._asked_there.setdefault((host, port), asyncio.Semaphore(_ASKED_AT_ONCE_THERE))
-        opened: list[asyncio.StreamWriter] = []
+        clock = asyncio.get_running_loop().time
         async with there, self._asked_at_once:
-            try:
-                streams = await self._connected(host, port, opened)
-                asking = zmtp.ask(*streams, msgspec.msgpack.encode(question), _LONGEST_ANSWER_BYTES)
-                return await self._in_time(host, port, asking)
-            finally:
-                for one in opened:
-                    one.close()
+            until_seconds = clock() + _REPLY_SECONDS
+            while True:
+                try:
+                    return await self._answer_once(host, port, msgspec.msgpack.encode(question))
+                except _ClosedByPeer:
+                    # A proxy may wait for what is behind it.
+                    if clock() >= until_seconds:
+                        raise
+                await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _answer_once(self, host: str, port: int, question: bytes) -> bytes:
+        opened: list[asyncio.StreamWriter] = []
+        try:
+            streams = await self._connected(host, port, opened)
+            return await self._in_time(host, port, zmtp.ask(*streams, question, _LONGEST_ANSWER_BYTES))
+        finally:
+            for one in opened:
+                one.close()
 
     async def _in_time(self, host: str, port: int, asking: Coroutine[None, None, list[bytes]]) -> bytes:
         try:
@@ -133,7 +148,8 @@ class SideChannel:
             reason = f"the side channel at {Endpoint(host, port)} does not answer within {_REPLY_SECONDS:g} s"
             raise TimeoutError(reason) from error
         except (OSError, EOFError) as error:
-            raise OSError(f"the side channel at {Endpoint(host, port)} has closed the connection: {error}") from error
+            reason = f"the side channel at {Endpoint(host, port)} has closed the connection: {error}"
+            raise _ClosedByPeer(reason) from error
         except ValueError as error:
             raise _unreadable(host, port, error) from error
 

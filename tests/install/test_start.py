@@ -13,8 +13,6 @@ import pytest
 from support import FOLDER
 from support.environments import REPOSITORY, SITECUSTOMIZE, Environment, install_wheel, make_environment
 
-from kvcached_nixl.vllm import NIXL_PREFIX
-
 ON = {"ENABLE_KVCACHED": "1"}
 NIXL = ("vllm", "create=NixlConnector", "create=MultiConnector:NixlConnector", "create=OtherConnector")
 PTH = (REPOSITORY / "kvcached_nixl" / "kvcached_nixl.pth").read_text()
@@ -109,9 +107,10 @@ def test_a_start_file_that_outlives_the_package_stops_the_connector(
     else:
         broken = package / ("activation/__init__.py" if "part" in how else "__init__.py")
         broken.write_bytes(b"\0")
-    first, second, other = own.probe(*NIXL, path=(tree("0.28.0"),), **ON)["created"]
-    assert all(f"import of {NIXL_PREFIX} halted" in error for error in (first, second))
-    assert other == "OtherConnector"
+    for begins, environ in (((), ON), (("enable",), {})):
+        first, second, other = own.probe(*begins, *NIXL, path=(tree("0.28.0"),), **environ)["created"]
+        assert all("NixlConnector is not patched" in error for error in (first, second))
+        assert other == "OtherConnector"
     assert own.probe(*NIXL, path=(tree("0.28.0"),))["created"][0].startswith("Nixl")
 
 
@@ -121,9 +120,10 @@ def test_the_sitecustomize_folder_without_the_package_stops_the_connector(
     """A copy of this one folder."""
     folder = shutil.copytree(SITECUSTOMIZE, tmp_path / "a" / "b" / "sitecustomize")
     path = (folder, tree("0.28.0"))
-    first, second, other = bare.probe(*NIXL, path=path, **ON)["created"]
-    assert all(f"import of {NIXL_PREFIX} halted" in error for error in (first, second))
-    assert other == "OtherConnector"
+    for begins, environ in (((), ON), (("enable",), {})):
+        first, second, other = bare.probe(*begins, *NIXL, path=path, **environ)["created"]
+        assert all("NixlConnector is not patched" in error for error in (first, second))
+        assert other == "OtherConnector"
     assert "No module named 'kvcached_nixl'" in bare.run("-c", "", path=path, **ON).stderr
     assert bare.probe(*NIXL, path=path)["created"][0].startswith("Nixl")
     assert bare.run("-c", "", path=path).stderr == ""

@@ -136,15 +136,14 @@ class Questions:
         is_unproven = cause is FailureCause.UNREACHABLE or (has_adapter and cause is FailureCause.DEADLINE)
         is_of_engine = wanted.named is not None and is_unproven
         is_of_server = cause in _OF_SERVER and not is_of_engine
-        # Its question has no answer: that the connection has ended is seen here first.
-        has_prompt = bool(wanted.number) and cause in _OF_SERVER
         outcome = Outcome(
             str(failure),
             is_of_server=is_of_server,
             is_of_adapter=is_of_adapter,
             is_of_engine=is_of_engine,
             is_late=cause is FailureCause.DEADLINE,
-            has_prompt=has_prompt,
+            # Its question has no answer: that the connection has ended is seen here first.
+            has_prompt=bool(wanted.number) and is_of_server,
         )
         self.close(wanted, outcome.ended)
         if cause not in _OF_DECODE:

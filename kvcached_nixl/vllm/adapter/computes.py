@@ -195,7 +195,9 @@ def _model_code(model: torch.nn.Module) -> Iterator[str]:
     """Names of the model's class and of that of its language model, and checksums of vLLM's files with them: an image
     may have another file in a release's place. Of no other module: pipeline stages and servers without media lack some.
     """
-    for kind in {type(model), *(type(one) for one in model.modules() if hasattr(one, "compute_logits"))}:
+    # A router may compute logits, too.
+    inner = [one for one in model.modules() if hasattr(one, "compute_logits") and hasattr(one, "load_weights")]
+    for kind in {type(one) for one in (model, *inner)}:
         yield kind.__qualname__
         for name in {base.__module__ for base in kind.__mro__ if base.__module__.startswith(_MODELS)}:
             yield hashlib.blake2b(Path(inspect.getfile(sys.modules[name])).read_bytes()).hexdigest()
@@ -233,7 +235,7 @@ def chosen_by_environment() -> dict[str, object]:
     """`BY_ENVIRONMENT` as vLLM reads it: a variable may name a file with its value."""
     from vllm import envs
 
-    return {name: getattr(envs, name, None) for name in sorted(BY_ENVIRONMENT)}
+    return {name: getattr(envs, name, None) for name in BY_ENVIRONMENT}
 
 
 def prepares_media() -> Iterator[tuple[str, str]]:

@@ -281,7 +281,8 @@ class WorkerView:
         }
         if self.has_states:
             facts["states of convolutions"] = "channels first" if dims_first() else "channels last"
-        return tuple((name, str(value)) for name, value in facts.items())
+        # As vLLM compares settings, too: their order says nothing, and the tag is text.
+        return tuple(sorted((name, str(value)) for name, value in facts.items()))
 
     @property
     def _cache_dtype(self) -> str:

@@ -205,16 +205,16 @@ def _reading(model: Any, moves: bool) -> ModelReading:
 def model_facts(config: Any) -> dict[str, object]:
     """The parts of a model's configuration that determine the bytes of its KV, by name."""
     model = private(config, "model_config")
-    settings = model.hf_config.to_dict()
     facts: dict[str, object] = {
-        **{f"configuration.{name}": text for name, text in settings_of(settings).items()},
+        **{f"configuration.{name}": text for name, text in settings_of(model.hf_config.to_dict()).items()},
         "dtype": model.dtype,
         "quantization": model.quantization or "-",
         "implementation": private(model, "model_impl"),
         "window": "off" if private(model, "disable_sliding_window") else "-",
         **settings_of(chosen_by_environment()),
     }
-    if path := settings.get("quantization_config_file"):
+    # vLLM reads it from there only, whatever the checkpoint has.
+    if isinstance(model.hf_overrides, dict) and (path := model.hf_overrides.get("quantization_config_file")):
         facts["quantization file"] = hashlib.blake2b(Path(path).read_bytes()).hexdigest()
     if (more := private(model, "quantization_config")) is not None:
         # vLLM has some besides those of the model.

@@ -189,7 +189,7 @@ def worker(**changed: Any) -> WorkerView:
     cache = SimpleNamespace(cache_dtype="auto", block_size=16, use_replayssm=False)
     model = SimpleNamespace(
         model="m", revision=None, dtype="bf16", quantization=None, quantization_config=None,
-        hf_config=config_of(), hf_text_config=config_of(),
+        hf_config=config_of(), hf_text_config=config_of(), hf_overrides={},
         is_multimodal_model=False, multimodal_config=None, trust_remote_code=False, max_model_len=4096,
         get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2,
         model_impl="auto", runner_type="generate", disable_sliding_window=False, architectures=["Qwen3NextForCausalLM"],
@@ -469,18 +469,20 @@ def test_quantization_behind_loading_is_a_fact(tmp_path: Path, make_module: Call
     def facts(text: str) -> dict[str, str]:
         path = tmp_path / f"{len([*tmp_path.iterdir()])}.json"
         path.write_text(text)
-        return dict(worker(hf_config=config_of(quantization_config_file=str(path))).facts)
+        names = {"quantization_config_file": str(path)}
+        return dict(worker(hf_config=config_of(**names), hf_overrides=names).facts)
 
+    unread = config_of(quantization_config_file="a checkpoint's, which vLLM does not read")
+    assert "quantization file" not in dict(worker(hf_config=unread).facts)
     one, other = facts("int8"), facts("fp8")
     assert one == facts("int8") and {name for name, _ in one.items() ^ other.items()} == {"quantization file"}
     envs = make_module("vllm.envs")
     make_module("vllm").envs = envs  # type: ignore[attr-defined]
     plain = dict(worker().facts)
-    variables = [name for name in plain if name.startswith("VLLM_")]
-    assert variables == sorted(variables), "facts are compared in their order"
     for name, value in (("VLLM_MARLIN_INPUT_DTYPE", "fp8"), ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", {"dtype": "int4"})):
         setattr(envs, name, value)
         changed = {key for key, _ in plain.items() ^ dict(worker().facts).items()}
+        assert [*worker().facts] == sorted(worker().facts), "they are compared as text"
         assert changed and all(key.startswith(name) for key in changed)
         delattr(envs, name)
 

@@ -571,12 +571,15 @@ def test_a_model_of_vllm_s_is_compared_by_its_class_and_file(
         module.__file__ = str(tmp_path / f"{at}.py")
         Path(module.__file__).write_text(text)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        kind = type(qualname, (torch.nn.Sequential,), {"__module__": module.__name__, "compute_logits": None})
+        names = dict.fromkeys(("compute_logits", "load_weights"))
+        kind = type(qualname, (torch.nn.Sequential,), {"__module__": module.__name__, **names})
         model = kind(*more)
         return code_of(torch.nn.Sequential(model) if is_inner else model)
 
-    tower = type("Tower", (torch.nn.Identity,), {"__module__": "vllm.model_executor.models.of_one_stage"})
-    assert (computes("one", "Acme", "x = 1", tower()) != computes("other", qualname, text)) is is_other
+    there = {"__module__": "vllm.model_executor.models.of_one_stage"}
+    tower = type("Tower", (torch.nn.Identity,), {**there, "load_weights": None})
+    router = type("Router", (torch.nn.Identity,), {**there, "compute_logits": None})
+    assert (computes("one", "Acme", "x = 1", tower(), router()) != computes("other", qualname, text)) is is_other
 
 
 @pytest.mark.parametrize("where", ["quant_method", "impl"])

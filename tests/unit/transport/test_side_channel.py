@@ -245,9 +245,34 @@ def test_a_host_that_a_client_has_named_says_no_more_than_an_answer(channel: Sid
     assert not thread.is_alive() and taken < 32 * MIB
 
 
-def test_a_connection_that_ends_is_no_refusal(channel: SideChannel) -> None:
+def test_a_proxy_that_closes_is_asked_again_until_its_side_channel_is_there(
+    channel: SideChannel,
+) -> None:
+    answer = msgspec.msgpack.encode(REPLY)
+    answers = b"".join((GREETING, READY, b"\1\0", bytes((0, len(answer))), answer))
+
+    def serve() -> None:
+        for _ in range(2):
+            server.accept()[0].close()
+        with server.accept()[0] as peer:
+            peer.sendall(answers)
+            peer.recv(MIB)
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        threading.Thread(target=serve, daemon=True).start()
+        assert channel.ask("127.0.0.1", server.getsockname()[1], 0).result(JOIN_SECONDS) == ("abc", METADATA)
+
+
+def test_connections_that_end_are_no_refusal(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REPLY_SECONDS", 0.6)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                server.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(OSError, match="has closed the connection") as raised:
             channel.ask("127.0.0.1", server.getsockname()[1], 0).result(JOIN_SECONDS)
     assert not isinstance(raised.value, ConnectionRefusedError)

@@ -661,9 +661,27 @@ def test_a_prompt_that_costs_servers_behind_a_balancer_is_not_asked_for_again(
     assert "a" in decode.fetching.refused and num_lost <= 3
 
 
-@pytest.mark.parametrize(
-    "cause", [FailureCause.LOST, FailureCause.UNREACHABLE, FailureCause.RESTARTED], ids=lambda one: one.label
-)
+def test_engines_that_are_not_there_any_more_are_not_lost_with_a_prompt() -> None:
+    """In push, after a rolling restart of all servers: decode has named an engine that had gone before the question."""
+    decode = Decode(*(f"http://p{number}" for number in range(6)), pushes=True, recomputes=False, num_free=10_000)
+    for server in decode.asking.servers.all:
+        decode.asking.servers.heard(server, engine_in(OF_P))
+    decode.arrives("a")
+    wanted = decode.asking._wanted["a"]
+    for _ in range(12):
+        if wanted.named is None:
+            decode.answers("a", BUSY)
+        else:
+            decode.fetching.failures["a"] = HandOverFailed(FailureCause.UNREACHABLE, "nobody listens there")
+            assert decode.asking.holds_again(decode.blocks.requests["a"])  # type: ignore[arg-type]
+            decode.fetching.failures.clear()
+            decode.turn()
+        if not decode.is_asked("a"):
+            break
+    assert wanted.num_lost == 0 and "a" not in decode.fetching.refused
+
+
+@pytest.mark.parametrize("cause", [FailureCause.LOST, FailureCause.RESTARTED], ids=lambda one: one.label)
 def test_a_prompt_that_costs_three_servers_is_not_asked_for_again_if_their_side_channels_say_so(
     cause: FailureCause,
 ) -> None:
