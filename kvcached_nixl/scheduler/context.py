@@ -242,8 +242,8 @@ class Failures:
 
     Attributes:
         counts: failures by `FailureCause` since the last step; `SchedulerFacade.take_step` copies and clears them.
-        sessions: ids of streaming sessions that have ended with an error, the latest of them. Their clients may have
-            sent more input before they were told, and nothing tells that from the first input of another session.
+        sessions: ids of streaming sessions that were ended before their last input, the latest of them. Their clients
+            may have sent more input, and nothing tells that from the first input of another session.
     """
 
     def __init__(self, timelines: Timelines) -> None:

@@ -71,7 +71,7 @@ class SideChannel:
     def ask(self, host: str, port: int, tp_rank: int, pp_rank: int = 0) -> Future[tuple[str, bytes]]:
         """Requests the (compatibility string, metadata) of a rank.
 
-        If there is no answer, the future fails within a few seconds: with `ConnectionRefusedError` if nothing listens
+        If there is no answer, the future fails within 20 s: with `ConnectionRefusedError` if nothing listens
         at the address, with another `OSError` or a `TimeoutError` if that is not known, and with `ValueError` if the
         answer cannot be read.
         """

@@ -168,3 +168,16 @@ def test_what_follows_in_a_session_that_has_failed_is_refused(elastic: Callable[
         assert one.ended[PREFILL_ID] == "error" and PREFILL_ID not in one.scheduler.requests, number
         pages.num_taken = 0
     assert is_as_before(one)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_what_follows_in_a_session_that_was_aborted_is_refused(elastic: Callable[..., Node], is_last: bool) -> None:
+    """By ``/pause?mode=abort``: behind vLLM's balancer of data parallelism, no abort may follow."""
+    one = elastic(PREFILL_FILLING)
+    one.add_input(0)
+    one.step_until(lambda: one.status(PREFILL_ID) == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    one.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    one.ended.clear()
+    one.add_input(100, is_last=is_last)
+    one.step_until(lambda: PREFILL_ID in one.ended)
+    assert one.ended[PREFILL_ID] == "error" and is_as_before(one)

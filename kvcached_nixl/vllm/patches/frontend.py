@@ -27,7 +27,7 @@ from kvcached_nixl.vllm.adapter.locate import (
 )
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
 from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD
-from kvcached_nixl.vllm.patches.admission import ARRIVED, REFUSED, failure
+from kvcached_nixl.vllm.patches.admission import ARRIVED, REFUSED, Arrived, Role, failure
 from kvcached_nixl.vllm.patches.leaving import is_leaving
 from kvcached_nixl.wire.causes import FAILED, STARVED
 
@@ -123,7 +123,10 @@ async def give_to_engine(call: Call) -> None:
     is_more = hasattr(queue, _ARRIVED) and call.argument("parent_req") is None
     if is_more and call.argument("request").request_id not in states:
         return
-    setattr(queue, _ARRIVED, ARRIVED.get())
+    if not hasattr(queue, _ARRIVED):
+        # /v1/realtime, no HTTP request, calls what there is of an aborted session whole.
+        session = Arrived("", Role.BOTH) if call.argument("request").resumable else None
+        setattr(queue, _ARRIVED, ARRIVED.get() or session)
     try:
         await call.proceed()
     except BaseException as error:

@@ -203,12 +203,12 @@ def preempt_request(call: Call) -> None:
 @Patch(ENGINE_SCHEDULER, "_connector_finished", "scheduler", "self request")
 def connector_finished(call: Call) -> Any:
     """Without it, vLLM would first free the blocks that have left a sliding window: decode's while they are written,
-    and prefill's that its manifest names. And a streaming session that has failed would go on without its beginning.
+    and prefill's that its manifest names. And a streaming session that was ended would go on without its beginning.
     Until vLLM tells its connector before it frees any block of a request, and no input begins such a session anew."""
     request, tier = call.argument("request"), tier_of(call.instance)
     if tier is not None:
         tier.finished(request.request_id)
-    if private(request, "resumable") and request.status.name == "FINISHED_ERROR":
+    if private(request, "resumable"):
         for side in sides(call.instance.connector):
             side.engine.failures.sessions.append(request.request_id)
     is_spared = any(side.spares(request.request_id) for side in sides(call.instance.connector))
