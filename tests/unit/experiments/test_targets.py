@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 pytest.importorskip("openai", reason="needs an environment: bash experiments/env.sh")
+pytest.importorskip("yaml", reason="comes with vLLM")
 
 from experiments.bench import bench_serve, conversations, memory_path, traces
 from experiments.bench.comparison import Samples
