@@ -9,8 +9,11 @@ a handshake, as peers will do it. Another engine there stops the start: all hand
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +21,6 @@ from concurrent.futures import CancelledError, Future, wait
 from typing import TypeVar
 
 import msgspec
-import zmq
 
 from kvcached_nixl.errors import SettingsError
 from kvcached_nixl.settings import SERVER_LOGGER
@@ -32,7 +34,8 @@ from kvcached_nixl.side_channel_address import (
     look_up,
     own_addresses,
 )
-from kvcached_nixl.transport.side_channel import ASK, HEADROOM, WAKE, Reply, SideChannel, url
+from kvcached_nixl.transport import zmtp
+from kvcached_nixl.transport.side_channel import ASK, HEADROOM, Reply, SideChannel, wake_message
 from kvcached_nixl.wire.checked import Malformed
 from kvcached_nixl.wire.handshake import Answers, is_tagged, read_answer, read_rank
 
@@ -42,7 +45,8 @@ _T = TypeVar("_T")
 _WATCH_SECONDS = 0.1
 """How often the listener calls ``watch``, and looks whether it is to stop."""
 _LONGEST_QUESTION_BYTES = 1024
-_MOST_UNREAD_ANSWERS = 8
+_CONNECTIONS, _IDLE_SECONDS = 512, 10.0
+"""How many are open at once, and how long one may take for its next question, or to read an answer."""
 
 WAIT_SECONDS = 2.0
 """How long a start waits for the check. What it finds later is logged."""
@@ -80,19 +84,14 @@ class Listener:
         self._answers: dict[tuple[int, int], bytes] = {}
         self.answer(answers)
         self._woken = woken
-        self._key = key.encode()
+        self._wake_message = wake_message(key)
         self._closing = threading.Event()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # Without a limit, a message of any size would be read into memory before its size is checked.
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
-        # A peer asks again over another connection: answers that one does not read must not pile up.
-        self._socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD_ANSWERS)
+        self._open: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
         try:
-            self._bind(addresses, port)
+            self._sockets = _bound(addresses, port)
         except OSError:
-            self._context.destroy(linger=0)
+            self._loop.close()
             raise
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-listener", daemon=True)
         self._thread.start()
@@ -105,55 +104,68 @@ class Listener:
         self._closing.set()
         self._thread.join()
 
-    def _bind(self, addresses: Sequence[str], port: int) -> None:
-        missing: list[OSError] = []
-        for address in addresses:
-            self._socket.setsockopt(zmq.IPV6, int(":" in address))
-            try:
-                self._socket.bind(url(address, port))
-            except zmq.ZMQError as error:
-                where = Endpoint(address, port)
-                failure = OSError(error.errno, f"the side channel cannot listen at {where}: {error.strerror}")
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise failure from error
-                missing.append(failure)
-        if len(missing) == len(addresses):
-            raise missing[0]
-
     def _run(self) -> None:
         try:
-            while not self._closing.is_set():
-                if self._socket.poll(int(_WATCH_SECONDS * 1000)):
-                    frames = self._socket.recv_multipart()
-                    try:
-                        self._take(frames)
-                    except Exception:
-                        # Anybody may send anything, and without this thread no peer gets an answer any more.
-                        logger.warning("Dropped a message to the side channel that cannot be read", exc_info=True)
-                self._try(self._watch)
+            self._loop.run_until_complete(self._listen())
         finally:
-            self._context.destroy(linger=0)
+            self._loop.close()
 
-    def _take(self, frames: list[bytes]) -> None:
-        question = frames[-1]
-        if len(frames) != 3 or len(question) > _LONGEST_QUESTION_BYTES:
-            logger.warning(
-                "Dropped a message to the side channel: found %d frames; expected 3, and a short request", len(frames)
-            )
+    async def _listen(self) -> None:
+        servers = [
+            await asyncio.start_server(self._serve, sock=one, limit=_LONGEST_QUESTION_BYTES) for one in self._sockets
+        ]
+        while not self._closing.is_set():
+            await asyncio.sleep(_WATCH_SECONDS)
+            self._try(self._watch)
+        for server in servers:
+            server.close()
+        while self._open:
+            for writer in self._open:
+                writer.transport.abort()
+            await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= _CONNECTIONS:
+            writer.transport.abort()
             return
-        said = msgspec.msgpack.decode(question)
-        if not isinstance(said, list) or len(said) not in (2, 3):
-            logger.warning("Dropped a message to the side channel: expected a request for a rank's handshake")
-        elif said == [WAKE, self._key]:
-            self._woken()
-        elif said[0] == HEADROOM:
-            self._send([frames[0], b"", self._try(self._headroom) or b""])
-        elif said[0] == ASK:
-            answer = [frames[0], b"", self._answer(said[-1], said[-2] if len(said) == 3 else 0)]
+        self._open.add(writer)
+        try:
+            await self._converse(reader, writer)
+        except (OSError, EOFError, asyncio.TimeoutError) as error:
+            logger.debug("A connection to the side channel has ended: %r", error)
+        except Exception:
+            # Anybody may send anything, and asyncio would keep the connection of what fails.
+            logger.warning("Dropped a message to the side channel that cannot be read", exc_info=True)
+        finally:
+            self._open.remove(writer)
+            writer.transport.abort()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.wait_for(zmtp.greet(reader, writer, b"ROUTER"), _IDLE_SECONDS)
+        longest_seconds: float | None = _IDLE_SECONDS
+        while True:
+            frames = await asyncio.wait_for(zmtp.read(reader, _LONGEST_QUESTION_BYTES), longest_seconds)
+            if frames == self._wake_message:
+                # A worker of this engine, which keeps its connection.
+                longest_seconds = None
+                self._woken()
+            else:
+                zmtp.write(writer, self._take(frames))
+                await asyncio.wait_for(writer.drain(), _IDLE_SECONDS)
+            self._try(self._watch)
+
+    def _take(self, frames: list[bytes]) -> list[bytes]:
+        """The answer. Raises ValueError or msgspec's errors: this is no question."""
+        if len(frames) != 2:
+            raise ValueError(f"found {len(frames)} frames; expected an empty one and a question")
+        said = msgspec.msgpack.decode(frames[1])
+        if isinstance(said, list) and len(said) in (2, 3) and said[0] == ASK:
+            answer = [b"", self._answer(said[-1], said[-2] if len(said) == 3 else 0)]
             # vLLM below 0.26 names no pipeline stage, and expects one frame; later ones expect the listener's clock.
-            if len(said) == 3:
-                answer.append(msgspec.msgpack.encode(time.perf_counter()))
-            self._send(answer)
+            return answer if len(said) == 2 else [*answer, msgspec.msgpack.encode(time.perf_counter())]
+        if isinstance(said, list) and said[:1] == [HEADROOM]:
+            return [b"", self._try(self._headroom) or b""]
+        raise ValueError("expected a request for a rank's handshake")
 
     def _answer(self, rank: object, stage: object) -> bytes:
         found = self._answers.get((stage, rank)) if isinstance(rank, int) and isinstance(stage, int) else None
@@ -175,11 +187,40 @@ class Listener:
             logger.debug("The engine's headroom could not be read", exc_info=True)
             return None
 
-    def _send(self, frames: list[bytes]) -> None:
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.warning("A request for a handshake was not answered: %s", error)
+
+def _bound(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    """Sockets that listen. Raises OSError."""
+    bound: list[socket.socket] = []
+    missing: list[OSError] = []
+    with contextlib.ExitStack() as stack:
+        for address in addresses:
+            try:
+                bound.append(stack.enter_context(_listening(address, port)))
+            except OSError as error:
+                reason = f"the side channel cannot listen at {Endpoint(address, port)}: {error.strerror}"
+                missing.append(OSError(error.errno, reason))
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise missing[-1] from error
+        if not bound:
+            raise missing[0]
+        stack.pop_all()
+    return bound
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    (family, kind, protocol, _, where), *_ = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+    )
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(socket.socket(family, kind, protocol))
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # So that :: receives IPv4 as well.
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        one.bind(where)
+        one.listen()
+        stack.pop_all()
+    return one
 
 
 def start(

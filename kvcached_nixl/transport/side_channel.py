@@ -19,7 +19,6 @@ from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import msgspec
-import zmq
 
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.side_channel_address import Endpoint, look_up
@@ -58,8 +57,8 @@ class SideChannel:
     def __init__(self) -> None:
         self._asked_at_once = asyncio.Semaphore(_ASKED_AT_ONCE)
         self._asked_there: WeakValueDictionary[tuple[str, int], asyncio.Semaphore] = WeakValueDictionary()
-        self._context: Any = None
-        self._own: dict[tuple[str, int], Any] = {}
+        self._own: dict[tuple[str, int], tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+        self._waking = asyncio.Lock()
         self._names = ThreadPoolExecutor(_LOOKED_UP_AT_ONCE, "kvcached-nixl-names")
         self._looking_up = asyncio.Semaphore(_LOOKED_UP_AT_ONCE)
         self._lookups: set[asyncio.Future[list[str]]] = set()
@@ -83,7 +82,7 @@ class SideChannel:
 
     def wake(self, host: str, port: int, key: str) -> None:
         """Tells this engine's own listener that a worker has something to report. The message may get lost."""
-        self._loop.call_soon_threadsafe(self._wake, host, port, key)
+        asyncio.run_coroutine_threadsafe(self._wake(host, port, wake_message(key)), self._loop)
 
     def close(self) -> None:
         """Stops the thread; requests that are under way are cancelled. Call nothing but this afterwards."""
@@ -98,12 +97,12 @@ class SideChannel:
         try:
             loop.run_forever()
         finally:
+            for _, writer in self._own.values():
+                writer.transport.abort()
             pending = asyncio.all_tasks(loop)
             for task in pending:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-            if self._context is not None:
-                self._context.destroy(linger=0)
             self._names.shutdown(wait=False, cancel_futures=True)
             for lookup in set(self._lookups):
                 lookup.cancel()
@@ -202,19 +201,24 @@ class SideChannel:
         self._looked_up[host] = addresses
         return addresses
 
-    def _wake(self, host: str, port: int, key: str) -> None:
+    async def _wake(self, host: str, port: int, message: list[bytes]) -> None:
+        opened: list[asyncio.StreamWriter] = []
         try:
-            own = self._own.get((host, port))
-            if own is None:
-                self._context = self._context or zmq.Context()
-                own = self._context.socket(zmq.DEALER)
-                own.setsockopt(zmq.LINGER, 0)
-                own.setsockopt(zmq.IPV6, int(":" in host))
-                own.connect(url(host, port))
+            async with self._waking:
+                own = self._own.pop((host, port), None)
+                if own is None or own[0].at_eof() or own[1].is_closing():
+                    if own is not None:
+                        own[1].close()
+                    own = await self._reached(host, port, opened)
+                    await asyncio.wait_for(zmtp.greet(*own, b"REQ"), _REPLY_SECONDS)
+                    opened.clear()
                 self._own[host, port] = own
-            own.send_multipart([b"", msgspec.msgpack.encode((WAKE, key.encode()))], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.info("The engine was not woken for a worker's report: %s", error)
+                zmtp.write(own[1], message)
+        except (OSError, EOFError, ValueError, asyncio.TimeoutError) as error:
+            logger.info("The engine was not woken for a worker's report: %r", error)
+        finally:
+            for one in opened:
+                one.close()
 
 
 _read_reply: decoder[Reply] = decoder(Reply)
@@ -224,8 +228,8 @@ def _unreadable(host: str, port: int, error: ValueError) -> ValueError:
     return ValueError(f"the answer of the side channel at {Endpoint(host, port)} cannot be read: {error}")
 
 
-def url(address: str, port: int) -> str:
-    return f"tcp://{Endpoint(address, port)}"
+def wake_message(key: str) -> list[bytes]:
+    return [b"", msgspec.msgpack.encode((WAKE, key.encode()))]
 
 
 WATCH_SECONDS = 2.0

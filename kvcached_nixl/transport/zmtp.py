@@ -1,33 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a ZMQ socket one question, as a REQ socket does, in ZMTP 3.0 with the mechanism NULL
-(https://rfc.zeromq.org/spec/23).
+"""Messages of ZMQ sockets over asyncio's streams, in ZMTP 3.0 with the mechanism NULL
+(https://rfc.zeromq.org/spec/23): questions as a REQ socket asks them, and answers as a ROUTER socket gives them.
 
-libzmq limits the bytes of a frame, but not the frames of a message. Clients name the hosts that a server asks, and with
-libzmq such a host could fill the server's memory with one answer.
+libzmq limits the bytes of a frame, but not the frames of a message: whoever reaches a listener, and each host that a
+client names, could fill the memory of a server with one message.
 """
 
 from __future__ import annotations
 
 from asyncio import StreamReader, StreamWriter
+from collections.abc import Sequence
 
 _NULL = b"NULL".ljust(20, b"\0")
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\3\0" + _NULL + bytes(32)
 _SIGNATURE_BYTES = 10
-_READY, _ERROR = b"\5READY", b"\5ERROR"
-_OF_REQ = b"\x0bSocket-Type" + b"\0\0\0\3REQ"
+_READY = b"\5READY"
+_LONGEST_READY_BYTES = 1024
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _MOST_FRAMES = 8
-"""That a peer sends, commands included: READY, an empty frame, the answer, the listener's clock; and some PINGs."""
+"""Of a message, and of commands before it, such as PING. Questions and answers have two or three."""
 
 
 async def ask(reader: StreamReader, writer: StreamWriter, question: bytes, most_bytes: int) -> list[bytes]:
-    """Asks over a new connection. Returns the frames of the answer, one or more, of ``most_bytes`` in all.
+    """Asks over a new connection. Returns the frames of the answer, one or more, of ``most_bytes`` in all. Raises as
+    `read`."""
+    await greet(reader, writer, b"REQ")
+    write(writer, (b"", question))
+    found = await read(reader, most_bytes)
+    if not 2 <= len(found) <= 3 or found[0]:
+        raise ValueError(f"found {len(found)} frames; expected an empty one and 1 or 2 others")
+    return found[1:]
 
-    Args:
-        question: of at most 255 bytes.
 
-    Raises ValueError: what was received is no such answer. OSError or EOFError: the connection has ended.
-    """
+async def greet(reader: StreamReader, writer: StreamWriter, socket_type: bytes) -> None:
+    """Begins a connection, on either side, as a socket of this type. Raises as `read`."""
     writer.write(_GREETING)
     greeting = await reader.readexactly(_SIGNATURE_BYTES)
     if (greeting[0], greeting[-1]) != (0xFF, 0x7F):
@@ -35,29 +41,36 @@ async def ask(reader: StreamReader, writer: StreamWriter, question: bytes, most_
     greeting += await reader.readexactly(len(_GREETING) - _SIGNATURE_BYTES)
     if greeting[10] < 3 or greeting[12:32] != _NULL:
         raise ValueError(f"found version {greeting[10]} of ZMTP with {greeting[12:32]!r}; expected 3 with NULL")
-    writer.write(_frame(_COMMAND, _READY + _OF_REQ))
+    ready = _READY + b"\x0bSocket-Type" + len(socket_type).to_bytes(4, "big") + socket_type
+    writer.write(_frame(_COMMAND, ready))
+    flags, body = await _read(reader, _LONGEST_READY_BYTES)
+    if not flags & _COMMAND or not body.startswith(_READY):
+        raise ValueError(f"found {body!r:.200}; expected that the connection is ready")
+
+
+async def read(reader: StreamReader, most_bytes: int) -> list[bytes]:
+    """Returns the frames of the next message, one or more, of ``most_bytes`` in all.
+
+    Raises ValueError: something else was received. OSError or EOFError: the connection has ended.
+    """
     found: list[bytes] = []
-    is_ready = False
     for _ in range(_MOST_FRAMES):
         flags, body = await _read(reader, most_bytes)
         most_bytes -= len(body)
-        if flags & _COMMAND:
-            if body.startswith(_ERROR):
-                raise ValueError(f"found an error: {body[len(_ERROR) + 1 :]!r:.200}")
-            if body.startswith(_READY) and not is_ready:
-                is_ready = True
-                writer.write(_frame(_MORE, b"") + _frame(0, question))
-            continue
-        found.append(body)
-        if not flags & _MORE:
-            break
-    if not is_ready or len(found) < 2 or found[0] or flags & (_MORE | _COMMAND):
-        raise ValueError(f"found {len(found)} frames; expected an empty one and 1 or 2 others")
-    return found[1:]
+        if not flags & _COMMAND:
+            found.append(body)
+            if not flags & _MORE:
+                return found
+    raise ValueError(f"found no end of a message after {_MOST_FRAMES} frames")
+
+
+def write(writer: StreamWriter, frames: Sequence[bytes]) -> None:
+    writer.write(b"".join(_frame(_MORE, one) for one in frames[:-1]) + _frame(0, frames[-1]))
 
 
 def _frame(flags: int, body: bytes) -> bytes:
-    return bytes((flags, len(body))) + body
+    size = len(body)
+    return (bytes((flags, size)) if size < 256 else bytes((flags | _LONG,)) + size.to_bytes(8, "big")) + body
 
 
 async def _read(reader: StreamReader, most_bytes: int) -> tuple[int, bytes]:

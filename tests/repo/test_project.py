@@ -56,13 +56,12 @@ def test_the_kvcached_extra_is_the_supported_kvcached(project: dict[str, Any]) -
 
 
 def test_the_runtime_needs_few_libraries(project: dict[str, Any]) -> None:
-    """vLLM requires aiohttp, numpy and pyzmq, too."""
+    """vLLM requires aiohttp and numpy, too."""
     assert sorted(Requirement(text).name for text in project["dependencies"]) == [
         "aiohttp",
         "msgspec",
         "numpy",
         "packaging",
-        "pyzmq",
         "wrapt",
         "xxhash",
     ]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small vllm, kvcached, nixl, torch and zmq packages on disk, as any supported vLLM is packaged.
+"""Small vllm, kvcached, nixl, torch and aiohttp packages on disk, as any supported vLLM is packaged.
 
 The skeleton (factory, MultiConnector, plugin loader, class hierarchy) is written out below. The methods that patches
 target are added from the `Patch` records, so a new patch needs no change here. As a program,
 
     python fake_trees.py FOLDER VLLM_VERSION [--kvcached VERSION] [--no-nixl] [--change CLASS.METHOD=PARAMETERS]
 
-writes a tree. It runs in a separate interpreter because importing the records imports torch and zmq, which are stubs
-there.
+writes a tree. It runs in a separate interpreter because importing the records imports torch and aiohttp, which are
+stubs there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def __getattr__(name):
     return _Any
 """
 
-STUBS = {"torch": STUB_TORCH, "zmq": ""}
+STUBS = {"torch": STUB_TORCH, "aiohttp": "", "yarl": "URL = None"}
 """Dependencies of vLLM that the patches import. Nothing in them is used before a connector works."""
 
 SKELETON = {

@@ -100,7 +100,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "kvcached": ("vllm", "proof"),
     "torch": ("vllm", "identity/memory.py", "worker", "proof", "cli/doctor.py", "transport/agent.py"),
     "nixl": ("transport/agent.py", "proof/__main__.py"),
-    "zmq": ("transport/listener.py", "transport/side_channel.py"),
+    "zmq": (),
     "psutil": ("side_channel_address.py", "transport/listener.py"),
     "aiohttp": ("scheduler/asking/asker.py",),
     "prometheus_client": ("vllm/adapter/metrics.py",),

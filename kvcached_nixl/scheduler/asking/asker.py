@@ -17,6 +17,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import aiohttp
+from yarl import URL
+
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.question import (
     LEAST_TOKENS,
@@ -30,9 +33,6 @@ from kvcached_nixl.wire.question import (
 )
 
 if TYPE_CHECKING:
-    import aiohttp
-    from yarl import URL
-
     from kvcached_nixl.scheduler.asking.server import Server
 
 logger = logging.getLogger(SERVER_LOGGER)
@@ -185,8 +185,6 @@ class Asker:
     async def _outcome(self, asked: str, server: Server, answer: Awaitable[T]) -> T | Outcome:
         """What a server has answered, or why it has not; ``asked``: what it was, for the log. Raises nothing: without a
         result, a request or a server would be waited for without an end."""
-        import aiohttp
-
         try:
             return await answer
         except AskFailed as error:
@@ -203,16 +201,12 @@ class Asker:
             return Outcome(f"a defect: {type(error).__name__}: {error}")
 
     async def _is_well(self, server: Server) -> bool:
-        import aiohttp
-
         url, more = self._target(server, "health")
         timeout = aiohttp.ClientTimeout(total=CHECK_SECONDS)
         async with self._opened().get(url, timeout=timeout, allow_redirects=False, **more) as response:
             return response.status == 200
 
     async def _cached(self, server: Server, question: Question, least_tokens: int, most_seconds: float) -> Params:
-        import aiohttp
-
         url, more = self._target(server, LOOK_UP_PATH, **{"Content-Type": "application/msgpack"})
         url = url.with_query({LEAST_TOKENS: least_tokens, MOST_SECONDS: most_seconds})
         more |= {"timeout": aiohttp.ClientTimeout(total=most_seconds), "allow_redirects": False}
@@ -223,8 +217,6 @@ class Asker:
             return {}
 
     async def _params(self, server: Server, question: Question) -> Params:
-        import aiohttp
-
         sent = _Body(question.body())
         length = {"Content-Length": str(len(sent.rest))}
         url, more = self._target(server, question.path, **question.headers, **length)
@@ -246,8 +238,6 @@ class Asker:
         return read_answer(response.status, response.headers, body)
 
     def _target(self, server: Server, path: str, **headers: str) -> tuple[URL, dict[str, Any]]:
-        from yarl import URL
-
         headers = {**self._headers, **headers}
         target = URL(server.url) / path
         if not server.address:
@@ -257,8 +247,6 @@ class Asker:
         return target.with_host(server.address), {"headers": headers, "server_hostname": target.host}
 
     def _opened(self) -> aiohttp.ClientSession:
-        import aiohttp
-
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
             # A connection each: one that is used again may have been closed by the server meanwhile, or hold an answer

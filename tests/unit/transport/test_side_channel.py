@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transport/{listener,side_channel}.py: both sides, against sockets that speak vLLM's protocol, or something else."""
+"""transport/{listener,side_channel,zmtp}.py: both sides, against ZMQ's sockets, or something else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, repeat
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import zmq
 from support.transports import free_port
+from support.waiting import until
 
 from kvcached_nixl.transport import listener as listening
 from kvcached_nixl.transport import side_channel as module
@@ -210,14 +211,14 @@ HOSTILE: dict[str, tuple[Iterable[bytes], str]] = {
     "HTTP": ([b"HTTP/1.1 400 Bad Request"], "HTTP"),
     "an older ZMTP": ([GREETING[:10] + b"\1" + GREETING[11:]], "version 1"),
     "another mechanism": ([GREETING.replace(b"NULL", b"CURV")], "CURV"),
-    "an error": ([GREETING, b"\4\7\5ERROR\0"], "an error"),
-    "an answer before the question": ([GREETING, b"\1\0\0\1x"], "2 frames"),
+    "an error": ([GREETING, b"\4\7\5ERROR\0"], "ERROR.* is ready"),
+    "an answer before the connection is ready": ([GREETING, b"\1\0\0\1x"], "is ready"),
     "no empty frame": ([GREETING, READY, b"\0\1x"], "1 frames"),
     "an empty frame only": ([GREETING, READY, b"\0\0"], "1 frames"),
     "flags that are none": ([GREETING, READY, b"\x08\0"], "flags 0x8"),
     "a frame without end": ([GREETING, READY, b"\2" + b"\xff" * 8, *[bytes(MIB)] * 999], "frame of .* bytes"),
-    "frames without end": (chain([GREETING, READY], repeat(b"\1\xff" + bytes(255))), "7 frames"),
-    "commands without end": (chain([GREETING], repeat(READY)), "0 frames"),
+    "frames without end": (chain([GREETING, READY], repeat(b"\1\xff" + bytes(255))), "no end of a message"),
+    "commands without end": (chain([GREETING], repeat(READY)), "no end of a message"),
 }
 
 
@@ -304,7 +305,7 @@ def test_closing_waits_for_no_answer(listen: Callable[..., Stock]) -> None:
 
 
 class Own:
-    """Our `Listener`, and a peer's socket to it."""
+    """Our `Listener`, and peers' sockets to it: a new one for each message, as peers have it."""
 
     def __init__(self) -> None:
         self.woken = threading.Event()
@@ -312,17 +313,21 @@ class Own:
         answers = {(0, 0): ("tag 0", b"rank 0"), (0, 1): ("tag 1", b"rank 1"), (1, 0): ("tag 0", b"stage 1")}
         self.listener = listening.Listener(["127.0.0.1"], self.port, answers, self.woken.set, "key")
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(module.url("127.0.0.1", self.port))
+
+    def _sent(self, *frames: bytes) -> Any:
+        one = self._context.socket(zmq.DEALER)
+        one.setsockopt(zmq.LINGER, 1000)
+        one.connect(f"tcp://127.0.0.1:{self.port}")
+        one.send_multipart(frames)
+        return one
 
     def say(self, *frames: bytes) -> None:
-        self._socket.send_multipart(frames)
+        self._sent(*frames).close()
 
     def ask(self, question: Any) -> list[bytes]:
-        self.say(b"", msgspec.msgpack.encode(question))
-        assert self._socket.poll(JOIN_SECONDS * 1000), "no answer"
-        empty, *frames = self._socket.recv_multipart()
+        with self._sent(b"", msgspec.msgpack.encode(question)) as one:
+            assert one.poll(JOIN_SECONDS * 1000), "no answer"
+            empty, *frames = one.recv_multipart()
         assert empty == b""
         return list(frames)
 
@@ -417,24 +422,79 @@ def test_a_question_of_any_depth_ends_nothing(own: Own) -> None:
     assert found == "tag 1"
 
 
-def test_a_message_without_end_is_not_taken_in(own: Own) -> None:
-    """ZMQ drops the connection that it comes on, and no other."""
-    own.say(b"", b"x" * (1 << 20))
-    with zmq.Context() as context, context.socket(zmq.REQ) as other:
-        other.setsockopt(zmq.LINGER, 0)
-        other.connect(f"tcp://127.0.0.1:{own.port}")
-        other.send(msgspec.msgpack.encode((ASK, 0)))
-        assert other.poll(JOIN_SECONDS * 1000)
+@pytest.mark.parametrize("kind", [*HOSTILE, "what is no question"])
+def test_whoever_reaches_it_says_no_more_than_a_question(own: Own, kind: str) -> None:
+    """ZMQ itself would take in frames until memory is full. Others are answered."""
+    sent = HOSTILE[kind][0] if kind in HOSTILE else [GREETING, READY, b"\1\0", b"\0\1x"]
+    if kind == "frames without end":
+        sent = chain([GREETING, READY], repeat(b"\1\0"))
+    taken = 0
+    with socket.create_connection(("127.0.0.1", own.port)) as peer:
+        with suppress(OSError):
+            for piece in sent:
+                peer.sendall(piece)
+                taken += len(piece)
+        with suppress(ConnectionError):
+            while peer.recv(MIB):
+                pass
+    assert taken < 32 * MIB
+    assert msgspec.msgpack.decode(own.ask((ASK, 1))[0])["compatibility_hash"] == "tag 1"
+
+
+def test_who_says_nothing_is_disconnected_and_our_workers_are_not(
+    own: Own, channel: SideChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "_IDLE_SECONDS", 0.2)
+    channel.wake("127.0.0.1", own.port, "key")
+    for sent in ([], [GREETING, READY], [GREETING, READY, b"\1"]):
+        with socket.create_connection(("127.0.0.1", own.port)) as peer, suppress(ConnectionError):
+            peer.sendall(b"".join(sent))
+            while peer.recv(MIB):
+                pass
+    assert own.woken.wait(JOIN_SECONDS) and len(own.listener._open) == 1
+
+
+def test_connections_are_no_more_than_can_be_served(
+    own: Own, channel: SideChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is turned away asks again."""
+    monkeypatch.setattr(listening, "_CONNECTIONS", 2)
+    with ExitStack() as stack:
+        for _ in range(2):
+            peer = stack.enter_context(socket.create_connection(("127.0.0.1", own.port)))
+            assert peer.recv(1)
+        with pytest.raises(OSError, match="closed|reset"):
+            asyncio.run_coroutine_threadsafe(
+                channel._answer_once("127.0.0.1", own.port, msgspec.msgpack.encode((ASK, 0))), channel._loop
+            ).result(JOIN_SECONDS)
+        waiting = channel.ask("127.0.0.1", own.port, 0)
+    assert waiting.result(JOIN_SECONDS) == ("tag 0", b"rank 0")
+
+
+def test_an_answer_that_is_not_read_ends_its_connection(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "_IDLE_SECONDS", 0.2)
+    own.listener.answer({(0, 0): ("tag 0", bytes(16 * MIB))})
+    question = msgspec.msgpack.encode((ASK, 0))
+    with socket.create_connection(("127.0.0.1", own.port)) as peer:
+        peer.sendall(GREETING + READY + b"\1\0" + bytes((0, len(question))) + question)
+        until(lambda: own.listener._open)
+        until(lambda: not own.listener._open)
 
 
 def test_its_own_workers_wake_it(own: Own, channel: SideChannel) -> None:
     """With the key; again and again, over one connection."""
-    channel.wake("127.0.0.1", own.port, "yek")
     for _ in range(3):
         channel.wake("127.0.0.1", own.port, "key")
         assert own.woken.wait(JOIN_SECONDS)
         own.woken.clear()
-    assert len(channel._own) == 1
+    assert len(channel._own) == 1 and len(own.listener._open) == 1
+
+
+def test_a_worker_wakes_an_engine_again_whose_connection_was_lost(own: Own, channel: SideChannel) -> None:
+    channel.wake("127.0.0.1", own.port, "yek")
+    until(lambda: (("127.0.0.1", own.port) in channel._own) and channel._own["127.0.0.1", own.port][0].at_eof())
+    channel.wake("127.0.0.1", own.port, "key")
+    assert own.woken.wait(JOIN_SECONDS)
 
 
 @contextmanager
