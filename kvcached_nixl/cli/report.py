@@ -117,10 +117,7 @@ def with_activation(report: Report) -> Report:
         remedy = "Unset KVCACHED_NIXL, or ENABLE_KVCACHED."
     elif said := _not_watched():
         found, expected = said, "one that waits for the import of vLLM"
-        remedy = (
-            "Install kvcached-nixl into this environment, or put its folder sitecustomize, as an absolute path, on "
-        )
-        remedy += "PYTHONPATH."
+        remedy = "Install kvcached-nixl here, or put its folder sitecustomize, as an absolute path, on PYTHONPATH."
     else:
         return report
     consequence = (

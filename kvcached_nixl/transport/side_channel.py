@@ -121,10 +121,10 @@ class SideChannel:
         there = self._asked_there.setdefault((host, port), asyncio.Semaphore(_ASKED_AT_ONCE_THERE))
         clock = asyncio.get_running_loop().time
         async with there, self._asked_at_once:
-            until_seconds = clock() + _REPLY_SECONDS
+            until_seconds, encoded = clock() + _REPLY_SECONDS, msgspec.msgpack.encode(question)
             while True:
                 try:
-                    return await self._answer_once(host, port, msgspec.msgpack.encode(question))
+                    return await self._answer_once(host, port, encoded)
                 except _ClosedByPeer:
                     # A proxy may wait for what is behind it.
                     if clock() >= until_seconds:
