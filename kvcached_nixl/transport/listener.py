@@ -45,8 +45,9 @@ _T = TypeVar("_T")
 _WATCH_SECONDS = 0.1
 """How often the listener calls ``watch``, and looks whether it is to stop."""
 _LONGEST_QUESTION_BYTES = 1024
-_CONNECTIONS, _IDLE_SECONDS = 512, 10.0
-"""How many are open at once, and how long one may take for its next question, or to read an answer."""
+_CONNECTIONS, _IDLE_SECONDS, _AGAIN_SECONDS = 256, 10.0, 1.0
+"""How many are open at once, the others wait; how long one may take for its next question, or to read an answer; and
+when one is accepted again that could not be."""
 
 WAIT_SECONDS = 2.0
 """How long a start waits for the check. What it finds later is logged."""
@@ -86,8 +87,8 @@ class Listener:
         self._woken = woken
         self._wake_message = wake_message(key)
         self._closing = threading.Event()
-        self._open: set[asyncio.StreamWriter] = set()
-        self._loop = asyncio.new_event_loop()
+        self._open: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.SelectorEventLoop()
         try:
             self._sockets = _bound(addresses, port)
         except OSError:
@@ -111,33 +112,44 @@ class Listener:
             self._loop.close()
 
     async def _listen(self) -> None:
-        servers = [
-            await asyncio.start_server(self._serve, sock=one, limit=_LONGEST_QUESTION_BYTES) for one in self._sockets
-        ]
+        places = asyncio.Semaphore(_CONNECTIONS)
+        accepting = [asyncio.ensure_future(self._accept(one, places)) for one in self._sockets]
         while not self._closing.is_set():
             await asyncio.sleep(_WATCH_SECONDS)
             self._try(self._watch)
-        for server in servers:
-            server.close()
-        while self._open:
-            for writer in self._open:
-                writer.transport.abort()
-            await asyncio.sleep(0)
+        tasks = [*accepting, *self._open]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for one in self._sockets:
+            one.close()
+
+    async def _accept(self, listening: socket.socket, places: asyncio.Semaphore) -> None:
+        # Servers of asyncio do not wait for places, and log without end where there are no file descriptors.
+        while True:
+            await places.acquire()
+            try:
+                accepted, _ = await self._loop.sock_accept(listening)
+                streams = await asyncio.open_connection(sock=accepted, limit=_LONGEST_QUESTION_BYTES)
+            except OSError as error:
+                logger.debug("The side channel cannot accept a connection: %r", error)
+                places.release()
+                await asyncio.sleep(_AGAIN_SECONDS)
+                continue
+            task = asyncio.ensure_future(self._serve(*streams))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+            task.add_done_callback(lambda _: places.release())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= _CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._open.add(writer)
         try:
             await self._converse(reader, writer)
-        except (OSError, EOFError, asyncio.TimeoutError) as error:
-            logger.debug("A connection to the side channel has ended: %r", error)
+        except (OSError, EOFError, asyncio.TimeoutError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            # Anybody may send anything: probes of load balancers would fill the log.
+            logger.debug("The side channel has ended a connection: %r", error)
         except Exception:
-            # Anybody may send anything, and asyncio would keep the connection of what fails.
-            logger.warning("Dropped a message to the side channel that cannot be read", exc_info=True)
+            logger.exception("The side channel has ended a connection; expected no such error")
         finally:
-            self._open.remove(writer)
             writer.transport.abort()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -219,6 +231,7 @@ def _listening(address: str, port: int) -> socket.socket:
             one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         one.bind(where)
         one.listen()
+        one.setblocking(False)
         stack.pop_all()
     return one
 

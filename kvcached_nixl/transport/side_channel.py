@@ -63,7 +63,7 @@ class SideChannel:
         self._looking_up = asyncio.Semaphore(_LOOKED_UP_AT_ONCE)
         self._lookups: set[asyncio.Future[list[str]]] = set()
         self._looked_up: dict[str, list[str]] = {}
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run, name="kvcached-nixl-handshakes", daemon=True)
         self._thread.start()
 

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain, repeat
 from typing import Any
 
@@ -423,8 +425,8 @@ def test_a_question_of_any_depth_ends_nothing(own: Own) -> None:
 
 
 @pytest.mark.parametrize("kind", [*HOSTILE, "what is no question"])
-def test_whoever_reaches_it_says_no_more_than_a_question(own: Own, kind: str) -> None:
-    """ZMQ itself would take in frames until memory is full. Others are answered."""
+def test_whoever_reaches_it_says_no_more_than_a_question(own: Own, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """ZMQ itself would take in frames until memory is full. Others are answered, and the log is not filled."""
     sent = HOSTILE[kind][0] if kind in HOSTILE else [GREETING, READY, b"\1\0", b"\0\1x"]
     if kind == "frames without end":
         sent = chain([GREETING, READY], repeat(b"\1\0"))
@@ -439,6 +441,7 @@ def test_whoever_reaches_it_says_no_more_than_a_question(own: Own, kind: str) ->
                 pass
     assert taken < 32 * MIB
     assert msgspec.msgpack.decode(own.ask((ASK, 1))[0])["compatibility_hash"] == "tag 1"
+    assert not caplog.records
 
 
 def test_who_says_nothing_is_disconnected_and_our_workers_are_not(
@@ -451,24 +454,22 @@ def test_who_says_nothing_is_disconnected_and_our_workers_are_not(
             peer.sendall(b"".join(sent))
             while peer.recv(MIB):
                 pass
-    assert own.woken.wait(JOIN_SECONDS) and len(own.listener._open) == 1
+    assert own.woken.wait(JOIN_SECONDS)
+    until(lambda: len(own.listener._open) == 1)
 
 
-def test_connections_are_no_more_than_can_be_served(
-    own: Own, channel: SideChannel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who is turned away asks again."""
+def test_connections_are_no_more_than_can_be_served(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait."""
     monkeypatch.setattr(listening, "_CONNECTIONS", 2)
-    with ExitStack() as stack:
+    with closing(Own()) as own, ExitStack() as stack:
         for _ in range(2):
             peer = stack.enter_context(socket.create_connection(("127.0.0.1", own.port)))
             assert peer.recv(1)
-        with pytest.raises(OSError, match="closed|reset"):
-            asyncio.run_coroutine_threadsafe(
-                channel._answer_once("127.0.0.1", own.port, msgspec.msgpack.encode((ASK, 0))), channel._loop
-            ).result(JOIN_SECONDS)
         waiting = channel.ask("127.0.0.1", own.port, 0)
-    assert waiting.result(JOIN_SECONDS) == ("tag 0", b"rank 0")
+        with pytest.raises(NotYet):
+            waiting.result(0.2)
+        stack.pop_all().close()
+        assert waiting.result(JOIN_SECONDS) == ("tag 0", b"rank 0")
 
 
 def test_an_answer_that_is_not_read_ends_its_connection(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,6 +521,18 @@ def test_a_lack_of_descriptors_costs_what_is_asked_then(own: Own, channel: SideC
     assert channel.ask("127.0.0.1", own.port, 0).result(JOIN_SECONDS) == ("tag 0", b"rank 0")
     channel.wake("127.0.0.1", own.port, "key")
     assert own.woken.wait(JOIN_SECONDS)
+
+
+def test_a_connection_that_cannot_be_accepted_is_accepted_later(
+    own: Own, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listening, "_AGAIN_SECONDS", 0.05)
+    with socket.socket() as peer, caplog.at_level(logging.DEBUG, listening.logger.name):
+        with no_descriptors():
+            peer.connect(("127.0.0.1", own.port))
+            until(lambda: "cannot accept a connection" in caplog.text)
+        assert peer.recv(1)
+    assert {one.levelno for one in caplog.records} == {logging.DEBUG}
 
 
 @pytest.mark.parametrize(
