@@ -26,6 +26,8 @@ STOOD_SECONDS = 30.0
 """An engine that rests steps more often. One that has not stepped for so long was paused, or blocked by a call."""
 UNHEARD_SECONDS = 3.0
 """A neighbour that waits for memory repeats that every second. One that has not for this long no longer waits."""
+FETCHED_SECONDS = 10.0
+"""Decode fetches, and whoever waits for memory gets none of it all the same: after so long, that protects no offer."""
 
 
 class MemoryPressure:
@@ -33,7 +35,8 @@ class MemoryPressure:
 
     Memory is short if the next request waits for blocks, if the engine uses more than kvcached's limit allows, or if
     another engine on the device waits for memory. What the prefix cache keeps is then dropped, whatever decode fetches.
-    Offers give way only if none was fetched for as long (`KeptOffers.give_way`).
+    Offers give way only if none was fetched for as long (`KeptOffers.give_way`), or if the same one waits in vain: what
+    is fetched may share its blocks with others, or make room for somebody else.
 
     Args:
         patience_seconds: how long memory is short before blocks are given back.
@@ -44,6 +47,8 @@ class MemoryPressure:
         self._patience_seconds = patience_seconds
         self._since_seconds: float | None = None
         self._last_seconds = 0.0
+        # Who waits for memory: since when, and when that was seen last.
+        self._waits: dict[RevocationCause, tuple[str, float, float]] = {}
 
     def turn(self, missing_blocks: Mapping[RevocationCause, int]) -> dict[RevocationCause, int]:
         """Returns how many of the blocks that are missing at this moment have to be given back now, by cause."""
@@ -60,6 +65,15 @@ class MemoryPressure:
             self._since_seconds = None
         is_due = self._since_seconds is not None and now >= self._since_seconds + self._patience_seconds
         return missing if is_due else {}
+
+    def waits_in_vain(self, cause: RevocationCause, request_id: str) -> bool:
+        """Whether this one has waited for FETCHED_SECONDS. Called in each turn in which it cannot go on otherwise."""
+        now = self._clock.now_seconds()
+        before_id, since_seconds, last_seconds = self._waits.get(cause, ("", now, now))
+        if before_id != request_id or now >= last_seconds + UNHEARD_SECONDS:
+            since_seconds = now
+        self._waits[cause] = request_id, since_seconds, now
+        return now >= since_seconds + FETCHED_SECONDS
 
 
 RING_TIMEOUTS = 2
@@ -249,7 +263,15 @@ class GivingWay:
                 num_dropped, num_blocks = num_dropped + dropped, num_blocks - dropped
                 if dropped:
                     self._steps_to_trim = _STEPS_TO_TRIM
-            kept.give_way(cause, num_blocks, keeps_wanted=keeps_wanted, computing=self._offering.computing)
+            waiting = starved if cause is RevocationCause.BLOCKS else ""
+            heeds_fetches = keeps_wanted or not self._pressure.waits_in_vain(cause, waiting)
+            kept.give_way(
+                cause,
+                num_blocks,
+                keeps_wanted=keeps_wanted,
+                heeds_fetches=heeds_fetches,
+                computing=self._offering.computing,
+            )
         return num_dropped
 
     def _give_back(self) -> int:
