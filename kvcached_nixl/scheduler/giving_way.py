@@ -7,7 +7,8 @@ It tells neighbours what the next request waits for, has idle blocks of the pref
 
 In push decode has blocks before prefill computes, and could take all of a device that both are on. So while a neighbour
 runs nothing for want of memory, decode takes no more blocks for KV that has to come yet, and gives up what has waited
-the shortest, one prompt after the other. For its own requests it does so when they have waited in vain (`Impasse`).
+the shortest, as much as the neighbour waits for. For its own requests it does so when they have waited in vain
+(`Impasse`).
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class GivingWay:
         self._is_push = engine.is_push
         # When a stalled neighbour was heard first, and last.
         self._stalled_seconds: tuple[float, float] | None = None
+        # Blocks that were in quarantine when it was heard first.
+        self._quarantined_blocks = 0
         self._had_yielded = False
         self._offering = offering
         self._fetching = fetching
@@ -215,19 +218,23 @@ class GivingWay:
     def _tell(self) -> bool:
         return self._engine.blocks.tell_neighbours(lambda one: self._is_push and self._fetching.needs_others(one))
 
-    def _hear(self, *, is_stalled: bool) -> bool:
-        """Decode's part, where a neighbour wants memory. Returns whether a hand-over was given up."""
+    def _hear(self, num_wanted: int, *, is_stalled: bool) -> bool:
+        """Decode's part, where a neighbour wants memory. Returns whether hand-overs were given up."""
         if not (self._is_push and is_stalled):
             return False
-        now = self._engine.clock.now_seconds()
-        first_seconds = now if self._stalled_seconds is None else self._stalled_seconds[0]
+        now, num_quarantined = self._engine.clock.now_seconds(), self._fetching.attempts.num_quarantined_blocks
+        if self._stalled_seconds is None:
+            self._stalled_seconds, self._quarantined_blocks = (now, now), num_quarantined
+        first_seconds = self._stalled_seconds[0]
         self._stalled_seconds = first_seconds, now
         # Offers and the prefix cache go first.
         is_last = not self._offering.kept.num_kept and not self._engine.blocks.num_cached
         if not (self.yields and is_last and now >= first_seconds + self._patience_seconds):
             return False
         reason = "another engine on decode's device waits for memory, and its KV has not come yet"
-        self._fetching.give_up(1, HandOverFailed(FailureCause.REVOKED, reason))
+        # What was given up for it before may be in quarantine yet.
+        num_wanted -= max(0, num_quarantined - self._quarantined_blocks)
+        self._fetching.give_up(num_wanted, HandOverFailed(FailureCause.REVOKED, reason))
         return True
 
     def _give_way(self) -> int:
@@ -235,9 +242,9 @@ class GivingWay:
         blocks, kept = self._engine.blocks, self._offering.kept
         num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()
         if num_wanted > 0:
-            has_given = self._hear(is_stalled=is_neighbour_stalled)
             # What kvcached has mapped in advance costs nothing to give.
             num_wanted -= blocks.trim()
+            has_given = self._hear(num_wanted, is_stalled=is_neighbour_stalled)
             if has_given or num_wanted <= 0:
                 blocks.neighbours_served()
         # Blocks of its own prefix cache vLLM takes by itself.

@@ -335,12 +335,12 @@ def test_where_decode_is_asked_after_prefill_nothing_waits() -> None:
 # ------------------------------------------------------------------------------ push: decode and prefill on one device
 
 
-def sharing(recomputes: bool) -> tuple[Pair, list[tuple[Request, Request]]]:
+def sharing(recomputes: bool, count: int = 4) -> tuple[Pair, list[tuple[Request, Request]]]:
     """A pair on one device, of which decode has taken so much that prefill cannot begin."""
-    pair = Pair(PUSH, kind(caches_prefixes=False), kind(num_blocks=64, caches_prefixes=False, recomputes=recomputes))
+    pair = Pair(PUSH, kind(caches_prefixes=False), kind(num_blocks=512, caches_prefixes=False, recomputes=recomputes))
     pair.acquaint()
     pair.prefill.admits = False
-    asked = [ask_both(pair, seed) for seed in (1, 2, 3, 4)]
+    asked = [ask_both(pair, seed) for seed in range(1, count + 1)]
     pair.settle()
     assert all(found.status is Status.REMOTE for _, found in asked)
     return pair, asked
@@ -369,6 +369,26 @@ def test_decode_gives_up_what_has_not_come_for_a_prefill_without_memory(recomput
     pair.settle()
     assert all(is_right(one) for one in kept)
     assert all(one.status is (Status.STOPPED if recomputes else Status.ERROR) for one in given_up)
+
+
+@pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "in quarantine"])
+def test_decode_gives_up_all_at_once_that_a_neighbour_waits_for(is_heard: bool) -> None:
+    """Also a prompt that needs more than many hand-overs have; and no more while those are in quarantine."""
+    pair, asked = sharing(recomputes=False, count=40)
+    if not is_heard:
+        pair.cluster.vanish(pair.prefill)
+    pair.decode.pool.neighbour_leaves_blocks = 2 * BLOCKS_EACH
+    pass_time(pair, PATIENCE + 1.0)
+    assert held(pair) == (2 if is_heard else 40) * BLOCKS_EACH
+    pass_time(pair, 5.0)
+    assert [found.status is Status.ERROR for _, found in asked] == 2 * [False] + 38 * [True]
+    if not is_heard:
+        pair.cluster.come_back(pair.prefill)
+    pair.decode.pool.neighbour_leaves_blocks, pair.prefill.admits = None, True
+    pass_time(pair, 6.0)
+    pair.settle()
+    assert [is_right(found) for _, found in asked] == 2 * [True] + 38 * [False]
+    pair.cluster.pass_time(TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("seed", range(12))
