@@ -76,3 +76,31 @@ class Deadlines(UserDict[K, float]):
         while self._heap and self.data.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
+
+
+STILL_SECONDS = 1.0
+"""If a thread that looks several times a second has not looked for so long, its process was stopped."""
+HEARD_SECONDS = 2.0
+"""After that NIXL's thread, which was stopped, too, has handed over what has arrived meanwhile."""
+
+
+class HeardDeadlines(Deadlines[K]):
+    """Deadlines by which a peer would have said something, looked at several times a second. If this process was
+    stopped, what falls due before HEARD_SECONDS have passed is put off until then; once, so that it comes on a slow
+    machine, too."""
+
+    def __init__(self, now_seconds: float) -> None:
+        super().__init__()
+        self._looked_at_seconds = now_seconds
+        # Those that were put off, and until when.
+        self._put_off: dict[K, float] = {}
+
+    def take_due(self, now_seconds: float, at_most: int | None = None) -> list[K]:
+        if now_seconds - self._looked_at_seconds > STILL_SECONDS:
+            until = now_seconds + HEARD_SECONDS
+            self._put_off = {key: at for key, at in self._put_off.items() if self.data.get(key) == at}
+            late = {key: until for key, at in self.data.items() if at < until and key not in self._put_off}
+            self._put_off |= late
+            self.move(late)
+        self._looked_at_seconds = now_seconds
+        return super().take_due(now_seconds, at_most)

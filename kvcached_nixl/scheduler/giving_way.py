@@ -7,7 +7,8 @@ It tells neighbours what the next request waits for, has idle blocks of the pref
 
 In push decode has blocks before prefill computes, and could take all of a device that both are on. So while a neighbour
 runs nothing for want of memory, decode takes no more blocks for KV that has to come yet, and gives up what has waited
-the shortest, one prompt after the other. For its own requests it does so when they have waited in vain (`Impasse`).
+the shortest, as much as the neighbour waits for. For its own requests it does so when they have waited in vain
+(`Impasse`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ STOOD_SECONDS = 30.0
 """An engine that rests steps more often. One that has not stepped for so long was paused, or blocked by a call."""
 UNHEARD_SECONDS = 3.0
 """A neighbour that waits for memory repeats that every second. One that has not for this long no longer waits."""
+FETCHED_SECONDS = 10.0
+"""Decode fetches, and whoever waits for memory gets none of it all the same: after so long, that protects no offer."""
 
 
 class MemoryPressure:
@@ -33,7 +36,8 @@ class MemoryPressure:
 
     Memory is short if the next request waits for blocks, if the engine uses more than kvcached's limit allows, or if
     another engine on the device waits for memory. What the prefix cache keeps is then dropped, whatever decode fetches.
-    Offers give way only if none was fetched for as long (`KeptOffers.give_way`).
+    Offers give way only if none was fetched for as long (`KeptOffers.give_way`), or if the same one waits in vain: what
+    is fetched may share its blocks with others, or make room for somebody else.
 
     Args:
         patience_seconds: how long memory is short before blocks are given back.
@@ -44,6 +48,8 @@ class MemoryPressure:
         self._patience_seconds = patience_seconds
         self._since_seconds: float | None = None
         self._last_seconds = 0.0
+        # Who waits for memory: since when, and when that was seen last.
+        self._waits: dict[RevocationCause, tuple[str, float, float]] = {}
 
     def turn(self, missing_blocks: Mapping[RevocationCause, int]) -> dict[RevocationCause, int]:
         """Returns how many of the blocks that are missing at this moment have to be given back now, by cause."""
@@ -60,6 +66,15 @@ class MemoryPressure:
             self._since_seconds = None
         is_due = self._since_seconds is not None and now >= self._since_seconds + self._patience_seconds
         return missing if is_due else {}
+
+    def waits_in_vain(self, cause: RevocationCause, request_id: str) -> bool:
+        """Whether this one has waited for FETCHED_SECONDS. Called in each turn in which it cannot go on otherwise."""
+        now = self._clock.now_seconds()
+        before_id, since_seconds, last_seconds = self._waits.get(cause, ("", now, now))
+        if before_id != request_id or now >= last_seconds + UNHEARD_SECONDS:
+            since_seconds = now
+        self._waits[cause] = request_id, since_seconds, now
+        return now >= since_seconds + FETCHED_SECONDS
 
 
 RING_TIMEOUTS = 2
@@ -126,6 +141,8 @@ class GivingWay:
         self._is_push = engine.is_push
         # When a stalled neighbour was heard first, and last.
         self._stalled_seconds: tuple[float, float] | None = None
+        # Blocks that were in quarantine when it was heard first.
+        self._quarantined_blocks = 0
         self._had_yielded = False
         self._offering = offering
         self._fetching = fetching
@@ -201,19 +218,23 @@ class GivingWay:
     def _tell(self) -> bool:
         return self._engine.blocks.tell_neighbours(lambda one: self._is_push and self._fetching.needs_others(one))
 
-    def _hear(self, *, is_stalled: bool) -> bool:
-        """Decode's part, where a neighbour wants memory. Returns whether a hand-over was given up."""
+    def _hear(self, num_wanted: int, *, is_stalled: bool) -> bool:
+        """Decode's part, where a neighbour wants memory. Returns whether hand-overs were given up."""
         if not (self._is_push and is_stalled):
             return False
-        now = self._engine.clock.now_seconds()
-        first_seconds = now if self._stalled_seconds is None else self._stalled_seconds[0]
+        now, num_quarantined = self._engine.clock.now_seconds(), self._fetching.attempts.num_quarantined_blocks
+        if self._stalled_seconds is None:
+            self._stalled_seconds, self._quarantined_blocks = (now, now), num_quarantined
+        first_seconds = self._stalled_seconds[0]
         self._stalled_seconds = first_seconds, now
         # Offers and the prefix cache go first.
         is_last = not self._offering.kept.num_kept and not self._engine.blocks.num_cached
         if not (self.yields and is_last and now >= first_seconds + self._patience_seconds):
             return False
         reason = "another engine on decode's device waits for memory, and its KV has not come yet"
-        self._fetching.give_up(1, HandOverFailed(FailureCause.REVOKED, reason))
+        # What was given up for it before may be in quarantine yet.
+        num_wanted -= max(0, num_quarantined - self._quarantined_blocks)
+        self._fetching.give_up(num_wanted, HandOverFailed(FailureCause.REVOKED, reason))
         return True
 
     def _give_way(self) -> int:
@@ -221,9 +242,9 @@ class GivingWay:
         blocks, kept = self._engine.blocks, self._offering.kept
         num_wanted, is_neighbour_stalled = blocks.wanted_by_neighbours()
         if num_wanted > 0:
-            has_given = self._hear(is_stalled=is_neighbour_stalled)
             # What kvcached has mapped in advance costs nothing to give.
             num_wanted -= blocks.trim()
+            has_given = self._hear(num_wanted, is_stalled=is_neighbour_stalled)
             if has_given or num_wanted <= 0:
                 blocks.neighbours_served()
         # Blocks of its own prefix cache vLLM takes by itself.
@@ -249,7 +270,15 @@ class GivingWay:
                 num_dropped, num_blocks = num_dropped + dropped, num_blocks - dropped
                 if dropped:
                     self._steps_to_trim = _STEPS_TO_TRIM
-            kept.give_way(cause, num_blocks, keeps_wanted=keeps_wanted, computing=self._offering.computing)
+            waiting = starved if cause is RevocationCause.BLOCKS else ""
+            heeds_fetches = keeps_wanted or not self._pressure.waits_in_vain(cause, waiting)
+            kept.give_way(
+                cause,
+                num_blocks,
+                keeps_wanted=keeps_wanted,
+                heeds_fetches=heeds_fetches,
+                computing=self._offering.computing,
+            )
         return num_dropped
 
     def _give_back(self) -> int:

@@ -170,15 +170,16 @@ class KeptOffers:
         num_blocks: int,
         *,
         keeps_wanted: bool = False,
+        heeds_fetches: bool = True,
         computing: frozenset[PrefillRequestId] = frozenset(),
     ) -> None:
         """Takes back offers that no rank of decode fetches yet, oldest first, until they have ``num_blocks`` blocks
         together with those that are being given back already. Those for which decode has a request are taken back
         last; if ``keeps_wanted``, not at all. ``computing``: as in `Revocation`.
 
-        As long as decode fetches offers, memory comes back by itself: none gives way until a while after the last one
-        was fetched. So two full engines that prefill for each other do not wait for each other, and a prefill that is
-        only faster than its decode keeps what it has computed."""
+        As long as decode fetches offers, memory mostly comes back by itself: if ``heeds_fetches``, none gives way until
+        a while after the last one was fetched. So two full engines that prefill for each other do not wait for each
+        other, and a prefill that is only faster than its decode keeps what it has computed."""
         now, step = self._engine.clock.now_seconds(), self._engine.step
         # Those that are held end when a transfer does.
         kept = {request_id: one for request_id, one in self._kept.items() if one.hold is None}
@@ -190,7 +191,7 @@ class KeptOffers:
             is_wanted = one.is_wanted(now)
             if num_blocks <= 0 or (is_wanted and keeps_wanted):
                 return
-            last_seconds = max(one.since_seconds, self._fetched_seconds)
+            last_seconds = max(one.since_seconds, self._fetched_seconds if heeds_fetches else -math.inf)
             is_young = now < last_seconds + self._engine.settings.give_way_after_seconds
             if one.gives_back(now) or request_id in told or is_young:
                 continue

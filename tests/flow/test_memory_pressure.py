@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.flow_cluster import LEASE_SECONDS, TIMEOUT_SECONDS
 from support.flow_engine import Request, Status
 from support.flow_pair import BLOCKS_EACH, DIRECTIONS, PROMPT, PULL, PUSH, Pair, is_computed, is_right, kind, prompt
 
+from kvcached_nixl.scheduler.giving_way import FETCHED_SECONDS
 from kvcached_nixl.settings import Settings, TransferMode
 from kvcached_nixl.wire.causes import RevocationCause
 
@@ -100,6 +103,36 @@ def test_what_decode_waits_for_gives_way_only_to_what_is_served_here(mode: Trans
     pair.settle()
     assert [bool(one.num_external) for one in wanting] == [is_offered, True]
     assert new.status is Status.STOPPED and all(one.status is Status.STOPPED for one in wanting)
+
+
+@pytest.mark.parametrize(("mode", "is_own"), [(PULL, True), (PUSH, True), (PULL, False)])
+def test_what_others_fetch_keeps_nobody_waiting(mode: TransferMode, is_own: bool) -> None:
+    """A decode that is full waits for all offers. Another one fetches each second what they share, which frees nothing:
+    that protects the offers for a while, as memory mostly comes back by itself while decode fetches. ``is_own``: a
+    request of prefill's own client waits for memory, else a neighbour does."""
+    pair = Pair(mode, kind(num_blocks=24), kind(num_blocks=64))
+    other = pair.cluster.engine("other", kind(num_blocks=64, caches_prefixes=False))
+    pair.acquaint()
+    shared, told = prompt(9)[:8], list[Mapping[str, Any] | None]()
+    kept = [pair.ask_prefill(shared + 2 * prompt(seed)[:8]) for seed in range(1, 5)]
+    pair.settle()
+    pair.decode.admits = False
+    waiting = [pair.ask_decode(one.answer, one.prompt) for one in kept]
+    pair.settle()
+    new = pair.prefill.add(Request("plain", 3 * prompt(20), None)) if is_own else None
+    pair.prefill.pool.neighbour_leaves_blocks = None if is_own else 2 * BLOCKS_EACH
+    fetched = []
+    for second in range(1, int(FETCHED_SECONDS + 3 * PATIENCE)):
+        question: Any = SimpleNamespace(token_ids=(*shared, 7), adapter=0)
+        pair.prefill.look_up(question, 1, told.append)
+        pass_time(pair, 1.0)
+        fetched.append(pair.ask_decode(told.pop(), (*shared, 7, second), engine=other))
+        assert second > FETCHED_SECONDS or not revoked(pair), second
+    pair.prefill.pool.neighbour_leaves_blocks, pair.decode.admits = None, True
+    assert revoked(pair) and (new is None or new.status is Status.STOPPED)
+    pair.settle()
+    assert sum(one.num_external > 0 for one in fetched) >= FETCHED_SECONDS
+    assert any(one.num_external for one in waiting) and all(one.status is Status.STOPPED for one in waiting)
 
 
 @DIRECTIONS
@@ -302,12 +335,12 @@ def test_where_decode_is_asked_after_prefill_nothing_waits() -> None:
 # ------------------------------------------------------------------------------ push: decode and prefill on one device
 
 
-def sharing(recomputes: bool) -> tuple[Pair, list[tuple[Request, Request]]]:
+def sharing(recomputes: bool, count: int = 4) -> tuple[Pair, list[tuple[Request, Request]]]:
     """A pair on one device, of which decode has taken so much that prefill cannot begin."""
-    pair = Pair(PUSH, kind(caches_prefixes=False), kind(num_blocks=64, caches_prefixes=False, recomputes=recomputes))
+    pair = Pair(PUSH, kind(caches_prefixes=False), kind(num_blocks=512, caches_prefixes=False, recomputes=recomputes))
     pair.acquaint()
     pair.prefill.admits = False
-    asked = [ask_both(pair, seed) for seed in (1, 2, 3, 4)]
+    asked = [ask_both(pair, seed) for seed in range(1, count + 1)]
     pair.settle()
     assert all(found.status is Status.REMOTE for _, found in asked)
     return pair, asked
@@ -336,6 +369,26 @@ def test_decode_gives_up_what_has_not_come_for_a_prefill_without_memory(recomput
     pair.settle()
     assert all(is_right(one) for one in kept)
     assert all(one.status is (Status.STOPPED if recomputes else Status.ERROR) for one in given_up)
+
+
+@pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "in quarantine"])
+def test_decode_gives_up_all_at_once_that_a_neighbour_waits_for(is_heard: bool) -> None:
+    """Also a prompt that needs more than many hand-overs have; and no more while those are in quarantine."""
+    pair, asked = sharing(recomputes=False, count=40)
+    if not is_heard:
+        pair.cluster.vanish(pair.prefill)
+    pair.decode.pool.neighbour_leaves_blocks = 2 * BLOCKS_EACH
+    pass_time(pair, PATIENCE + 1.0)
+    assert held(pair) == (2 if is_heard else 40) * BLOCKS_EACH
+    pass_time(pair, 5.0)
+    assert [found.status is Status.ERROR for _, found in asked] == 2 * [False] + 38 * [True]
+    if not is_heard:
+        pair.cluster.come_back(pair.prefill)
+    pair.decode.pool.neighbour_leaves_blocks, pair.prefill.admits = None, True
+    pass_time(pair, 6.0)
+    pair.settle()
+    assert [is_right(found) for _, found in asked] == 2 * [True] + 38 * [False]
+    pair.cluster.pass_time(TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("seed", range(12))

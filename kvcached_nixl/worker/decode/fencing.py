@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvcached_nixl.deadlines import Clock, Deadlines, earliest
+from kvcached_nixl.deadlines import HEARD_SECONDS, Clock, Deadlines, HeardDeadlines, earliest
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.transport.agent import WriteGate
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
@@ -44,11 +44,9 @@ LOOK_SECONDS = 5.0
 """Between two checks whether a writer is alive."""
 UNHEARD_SECONDS = 20.0
 """A writer that has not answered for so long that it has stopped is fenced."""
-DEAD_SECONDS = 2.0
+DEAD_SECONDS = HEARD_SECONDS
 """Wait after a writer's process has ended, or a WRITE of it has failed: NIXL's thread still receives what the kernel of
 this host has buffered."""
-STILL_SECONDS = 1.0
-"""If `turn` was not called for so long, this process was stopped, and NIXL's thread with it."""
 
 
 class ActiveWriters:
@@ -60,9 +58,7 @@ class ActiveWriters:
         self._attempts = attempts
         self._at: defaultdict[Peer, dict[int, None]] = defaultdict(dict)
         self._looked_at = Deadlines[Peer]()
-        self._ended_at = Deadlines[tuple[str, int]]()
-        self._is_put_off: set[tuple[str, int]] = set()
-        self._turned_at_seconds = context.clock.now_seconds()
+        self._ended_at = HeardDeadlines[tuple[str, int]](context.clock.now_seconds())
         self._said_held = RecentSet[str]()
 
     def expect(self, part: Part, number: int) -> None:
@@ -108,13 +104,7 @@ class ActiveWriters:
     def turn(self) -> float | None:
         """Do what is due now; returns when to call again, in the clock's seconds, None if nothing will be due."""
         now = self._clock.now_seconds()
-        if now - self._turned_at_seconds > STILL_SECONDS:
-            late = [one for one in self._ended_at if one not in self._is_put_off]
-            self._ended_at.move(dict.fromkeys(late, now + DEAD_SECONDS))
-            self._is_put_off.update(late)
-        self._turned_at_seconds = now
         for agent, number in self._ended_at.take_due(now):
-            self._is_put_off.discard((agent, number))
             attempt = self._attempts.get(number)
             for part in attempt.parts if attempt is not None else ():
                 if part.agent == agent:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from kvcached_nixl.deadlines import Clock, Deadlines, earliest
+from kvcached_nixl.deadlines import Clock, Deadlines, HeardDeadlines, earliest
 from kvcached_nixl.ids import PrefillRequestId
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
 from kvcached_nixl.wire.messages import EXTENSION, INTERVAL, Peer, Reading, Release
@@ -32,11 +32,11 @@ SPARED_SECONDS = 15.0
 requests mostly end sooner; engines may also wait for each other in a ring, which none of them sees."""
 
 
-class Leases(Deadlines[PrefillRequestId]):
+class Leases(HeardDeadlines[PrefillRequestId]):
     """When each lease ends, in the clock's seconds. ``lease_seconds``: after its request has ended."""
 
     def __init__(self, clock: Clock, *, lease_seconds: float) -> None:
-        super().__init__()
+        super().__init__(clock.now_seconds())
         self._clock = clock
         self._lease_seconds = lease_seconds
 
@@ -48,7 +48,8 @@ class Leases(Deadlines[PrefillRequestId]):
         """Handle a heartbeat: extends leases that exist, never shortens one, and never revives one that was removed.
 
         A lease exists until `take_due` removes it, even if its time has passed. Heartbeats are read before `take_due`
-        is called, so a step of prefill may take any time if decode has sent heartbeats meanwhile.
+        is called, so a step of prefill may take any time if decode has sent heartbeats meanwhile; and the process may
+        be stopped for any time (`HeardDeadlines`).
         """
         extended = self._clock.now_seconds() + EXTENSION * self._lease_seconds
         ends = self.data.get

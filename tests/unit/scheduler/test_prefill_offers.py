@@ -90,10 +90,12 @@ def test_an_offer_that_is_fetched_after_all_does_not_count_for_long() -> None:
 
 
 def test_offers_give_way_only_if_none_was_fetched_for_a_while() -> None:
-    """One that ends without that, because its lease does, says nothing."""
+    """One that ends without that, because its lease does, says nothing. Nor does a fetch, to one that waits in vain."""
     prefill = three_kept()
     prefill.kept.fetched()
     prefill.kept.ended(["p1"])
+    prefill.kept.give_way(RevocationCause.LIMIT, 3, heeds_fetches=False)
+    assert list(revoked_in(prefill.take())) == ["p2"]
     prefill.clock.advance(PATIENCE - 0.1)
     prefill.kept.ended(["p2"])
     prefill.kept.give_way(RevocationCause.LIMIT, 3)

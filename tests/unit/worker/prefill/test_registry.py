@@ -27,6 +27,7 @@ from support.worker_fakes import (
     staging_over,
 )
 
+from kvcached_nixl.deadlines import STILL_SECONDS
 from kvcached_nixl.ids import KernelBlock, PrefillRequestId
 from kvcached_nixl.settings import TransferMode
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed, RevocationCause
@@ -412,10 +413,30 @@ def test_only_what_decode_has_had_counts_as_fetched(
     if how in ("read", "released"):
         prefill.registry.release(Release("p-1", NAME, DIGEST, 0, 1))
     prefill.deliver()
-    prefill.clock.advance(prefill.side.settings.kv_lease_duration_seconds)
-    prefill.registry.turn()
+    for _ in range(2):
+        prefill.clock.advance(prefill.side.settings.kv_lease_duration_seconds)
+        prefill.registry.turn()
     assert prefill.done == ["p-1"] and prefill.num_fetched == num_fetched
     assert prefill.expired == (["p-1"] if how == "expired" else [])
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_lease_outlasts_a_stop_of_the_process_if_decode_has_sent_heartbeats(
+    prefill: Prefill, is_wanted: bool
+) -> None:
+    """NIXL's thread is stopped, too, and hands over what has arrived only after the first turn. Each stop counts once,
+    however slow the turns after it are."""
+    prefill.offer(is_finished=True)
+    for _ in range(2 if is_wanted else 1):
+        prefill.clock.advance(2 * prefill.side.settings.kv_lease_duration_seconds)
+        prefill.registry.turn()
+        assert not prefill.done
+        if is_wanted:
+            prefill.registry.renew("decode-0", [NAME])
+        for _ in range(2):
+            prefill.clock.advance(1.5 * STILL_SECONDS)
+            prefill.registry.turn()
+    assert prefill.expired == prefill.done == ([] if is_wanted else ["p-1"])
 
 
 def test_a_release_by_id_for_another_prompt_is_dropped(prefill: Prefill) -> None:
