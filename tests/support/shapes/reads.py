@@ -265,7 +265,11 @@ READS = (
     _of("vllm.v1.engine", "EngineCoreOutput", "request_id finish_reason new_token_ids trace_headers"),
     _of("vllm.v1.engine", "FinishReason", "ERROR ABORT"),
     _of("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
-    _of("vllm.v1.engine.output_processor", "RequestState", "queue detokenizer stats parent_req streaming_input"),
+    _of(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        "queue detokenizer stats parent_req streaming_input output_kind",
+    ),
     _of("vllm.v1.engine.output_processor", "OutputProcessorOutput", "reqs_to_abort"),
     _of("vllm.v1.engine.parallel_sampling", "ParentRequest", "output_aggregator"),
     _of("vllm.v1.metrics.stats", "PrefillStats", "num_cached_tokens num_local_cached_tokens num_prompt_tokens"),
