@@ -33,6 +33,7 @@ from kvcached_nixl.vllm.adapter.versions import (
     ASKS_FOR_RESULTS,
     BEYOND_KVCACHED,
     COUNTS_EXTERNAL_WEIGHTS,
+    HASHES_AHEAD,
     HITS_DIVERGE,
     LOADS_BEHIND,
 )
@@ -156,6 +157,7 @@ READS = (
         ENGINE_CORE,
         "scheduler vllm_config input_queue batch_queue engines_running shutdown_state request_block_hasher "
         "_idle_state_callbacks process_input_queue_block _process_engine_step _send_error_outputs_to_client has_work",
+        reject_new_requests=HASHES_AHEAD.later,
     ),
     _at(ENGINE_CORE_BASE, "scheduler model_executor"),
     _of("vllm.v1.executor.abstract", "Executor", "is_sleeping get_kv_connector_handshake_metadata"),
