@@ -22,6 +22,9 @@ def watch() -> None:
 def _install() -> bool:
     """Returns whether this process has patches now. A later import asks again if not."""
     if not is_kvcached_on(os.environ):
+        # With it kvcached patches vLLM now, and asks whether it is on when an engine is made: turned on in between, its
+        # memory would be elastic under the stock connector. A child that is on from its start sets it itself.
+        os.environ.pop("KVCACHED_AUTOPATCH", None)
         return False
     try:
         from kvcached_nixl.activation.bootstrap import install

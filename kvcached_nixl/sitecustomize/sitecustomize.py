@@ -24,6 +24,9 @@ class _Barrier:
         return os.environ.get("ENABLE_KVCACHED", "").lower() in ("1", "true")
 
     def find_spec(self, name, path, target=None):
+        if name == "vllm" and not self.is_on():
+            # As in kvcached_nixl.activation.autostart.
+            os.environ.pop("KVCACHED_AUTOPATCH", None)
         if name == "vllm.distributed.kv_transfer.kv_connector.v1.nixl" and self.is_on():
             raise ImportError(f"NixlConnector is not patched: {self._error}") from self._error
 

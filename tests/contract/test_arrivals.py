@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +27,7 @@ from support.nodes import (
 from support.waiting import until
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
@@ -239,6 +241,29 @@ def test_what_prefill_keeps_for_a_rejected_request_is_free_at_once(pair: tuple[N
     decode.step_until(lambda: PREFILL_ID in prefill.sent, prefill)
     assert prefill.all_free and not prefill.side_of_engine.offering.kept.num_kept
     prefill.serves(decode)
+
+
+@pytest.mark.skipif(not hasattr(EngineCoreProc, "_reject_add_while_paused"), reason="since 0.33")
+@pytest.mark.parametrize("is_of_server", [False, True], ids=["engine", "API server, too"])
+def test_what_a_paused_engine_rejects_is_served_by_another(node: Callable[..., Node], is_of_server: bool) -> None:
+    """It says that the client may try again. The API server takes that for a rejection, and sends a stand-in."""
+    prefill, paused, other = node(PREFILL_FILLING), node(DECODE_FILLING), node(DECODE_FILLING)
+    params, told = prefill.prefilled(), list[Any]()
+    vars(paused.core).update(
+        reject_new_requests=True, _send_finish_outputs_to_client=lambda *said: told.append(said[3].retryable)
+    )
+    request, _ = paused.core.preprocess_add_request(core_request(DECODE_ID, params))
+    assert EngineCoreProc._reject_add_while_paused(paused.core, request) and told == [True]
+    if is_of_server:
+        reject(paused, DECODE_ID, params)
+    for _ in range(20):
+        paused.step()
+        prefill.step()
+        time.sleep(0.01)
+    assert prefill.side_of_engine.offering.kept.num_kept and not paused.scheduler.requests
+    other.asked(params)
+    other.step_until(lambda: DECODE_ID in other.ended, prefill)
+    assert other.ended[DECODE_ID] == "length"
 
 
 # ------------------------------------------------------------------------------------------------ sessions are no offer

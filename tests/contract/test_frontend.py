@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from kvcached_nixl.patching import Call, Registry
+from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, installed_has
 from kvcached_nixl.vllm.patches import admission, frontend, leaving, patches_in
 from kvcached_nixl.vllm.patches.admission import ARRIVED, Arrived, RefusableAnswer, Role
 
@@ -134,9 +135,14 @@ def test_what_an_engine_aborts_where_the_client_would_not_see_it_is_an_error(
     for path in HIDE_ABORT:
         left = left_for_the_client(kind, FinishReason.ABORT, *token_ids, path=path)
         assert is_failure(left) and "aborted" in str(left.cause), path
+    is_stream = kind is RequestOutputKind.DELTA and not installed_has(HASHES_AHEAD)
     for path in SAY_ABORT:
         left = left_for_the_client(kind, FinishReason.ABORT, *token_ids, path=path, external_req_id="resp_1")
-        assert left.finished and left.outputs[0].finish_reason == "abort", path
+        # Some streams leave out an end without a token.
+        if is_stream and path and (not token_ids or path.endswith("/generate")):
+            assert is_failure(left) and "aborted" in str(left.cause), path
+        else:
+            assert left.finished and left.outputs[0].finish_reason == "abort", path
     processor = OutputProcessor(None, log_stats=False)
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     client = SimpleNamespace(vllm_config=config, output_processor=processor, output_handler=None)
@@ -205,6 +211,43 @@ def test_whoever_is_refused_because_it_has_waited_is_told_when_to_try_again(
     headers = {name.lower(): value for name, value in start["headers"]}
     assert (start["status"], headers.get(b"retry-after", b"").decode()) == expected[:2]
     assert expected[2].encode() in answered["body"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_choices_of_a_request_are_of_its_http_request(n: int) -> None:
+    """From 0.33 on they do not pass where a single one does. The first may be refused before the last is sent."""
+    processor, arrived, refused = OutputProcessor(None, log_stats=False), Arrived("/v1/completions", Role.BOTH), []
+
+    class Refusing(Core):
+        resources = SimpleNamespace(engine_dead=False)
+
+        async def add_request_async(self, request: EngineCoreRequest) -> None:
+            refused.append(request.request_id)
+            output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=REFUSAL)
+            processor.process_outputs([output])
+
+    client: Any = object.__new__(AsyncLLM)
+    inputs = SimpleNamespace(
+        assign_request_id=InputProcessor.assign_request_id,
+        apply_watermarking=lambda *_: None,
+        resolve_watermarking=lambda *_: None,
+    )
+    caches = SimpleNamespace(kv_sharing_fast_prefill=False)
+    config = SimpleNamespace(cache_config=caches, kv_transfer_config=None, model_config=None)
+    vars(client).update(output_processor=processor, engine_core=Refusing(), log_requests=False, input_processor=inputs)
+    vars(client).update(vllm_config=config, model_config=None, _client_count=1, output_handler=None)
+    client.check_admission = lambda *_, **__: None
+    client._run_output_handler = lambda: None
+    sampling = SamplingParams(n=n, output_kind=RequestOutputKind.DELTA, detokenize=False)
+    request = request_of(RequestOutputKind.DELTA, sampling_params=sampling, external_req_id=None)
+
+    async def in_its_task() -> RequestOutputCollector:
+        ARRIVED.set(arrived)
+        queue: RequestOutputCollector = await client.add_request("inner", request, sampling, prompt_text=None)
+        return queue
+
+    assert is_failure(asyncio.run(in_its_task()).output)
+    assert len(refused) == n and arrived.engine_said == REFUSAL
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))

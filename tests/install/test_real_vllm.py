@@ -60,6 +60,15 @@ def test_a_script_that_opens_the_gate_ends_as_an_interpreter_that_started_with_i
     assert any("superseded" in note for note in started["notes"]["kvcached.patch_connector"])
 
 
+def test_a_gate_that_opens_after_vllm_was_imported_leaves_vllm_stock(this_environment: Environment) -> None:
+    """kvcached would have patched it, and be on when an engine is made. A child of the script has both or none."""
+    environ = {"KVCACHED_AUTOPATCH": "1", "VLLM_PLUGINS": "lora_filesystem_resolver"}
+    state = probe(this_environment, "late", *PATH, **environ)
+    assert (state["is_elastic"], state["is_ours"]) == (False, False)
+    assert state["child"] == probe(this_environment, "start", *PATH, ENABLE_KVCACHED="1", **environ)
+    assert state["child"]["refusals"] == []
+
+
 def test_the_command_finds_nothing_to_refuse(this_environment: Environment) -> None:
     """Exit status 0 with a tested vLLM, kvcached and NIXL; but not where kvcached is told to leave vLLM alone."""
     done = this_environment.run("-m", "kvcached_nixl", path=PATH)

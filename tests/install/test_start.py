@@ -130,6 +130,26 @@ def test_the_sitecustomize_folder_without_the_package_stops_the_connector(
     assert bare.run("-c", "", path=path).stderr == ""
 
 
+AUTOPATCH = "import vllm, os; print(os.environ.get('KVCACHED_AUTOPATCH'))"
+
+
+@pytest.mark.parametrize(("environ", "left"), [({}, "None"), (ON, "1")], ids=["off", "on"])
+@pytest.mark.parametrize("how", ["installed", "all gone", "sitecustomize", "the folder alone"])
+def test_kvcached_patches_nothing_where_the_gate_is_closed_at_the_import(
+    own: Environment, tree: Callable[..., Path], tmp_path: Path, how: str, environ: dict[str, str], left: str
+) -> None:
+    """It would ask later whether it is on, and the connector would be stock."""
+    folder: tuple[Path, ...] = (SITECUSTOMIZE,) if how == "sitecustomize" else ()
+    if how != "installed":
+        shutil.rmtree(own.site_packages / "kvcached_nixl")
+    if how == "the folder alone":
+        folder = (shutil.copytree(SITECUSTOMIZE, tmp_path / "a" / "b" / "sitecustomize"),)
+    if folder:
+        (own.site_packages / "kvcached_nixl.pth").unlink()
+    done = own.run("-c", AUTOPATCH, path=(*folder, tree("0.28.0")), KVCACHED_AUTOPATCH="1", **environ)
+    assert done.stdout == f"{left}\n"
+
+
 def test_a_package_of_which_a_part_is_gone_does_not_open_the_gate(own: Environment, tree: Callable[..., Path]) -> None:
     """The connector cannot be imported, and the error says why. Other connectors are not disturbed."""
     (own.site_packages / "kvcached_nixl" / "settings.py").unlink()

@@ -6,6 +6,7 @@ python real_probe.py untouched     everything is imported: the targets before in
 python real_probe.py script        the script opens the gate and imports vLLM, and EngineArgs loads vLLM's plugins
 python real_probe.py start         the gate was open when the interpreter started; vLLM is imported
 python real_probe.py enabled       the script opens the gate, and imports vLLM where the package has started already
+python real_probe.py late          the script opens the gate after it has imported vLLM; a child then starts with it
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -107,5 +109,18 @@ def start() -> dict[str, Any]:
     return outcomes()
 
 
+def late() -> dict[str, Any]:
+    importlib.import_module("vllm")
+    os.environ["ENABLE_KVCACHED"] = "true"
+    block_pool = importlib.import_module("vllm.v1.core.block_pool")
+    child = subprocess.run([sys.executable, __file__, "start"], check=True, capture_output=True, text=True).stdout
+    return {
+        "is_elastic": hasattr(block_pool, "ElasticBlockPool"),
+        "is_ours": "kvcached_nixl.activation.bootstrap" in sys.modules,
+        "child": json.loads(child.splitlines()[-1]),
+    }
+
+
 if __name__ == "__main__":
-    print(json.dumps({"untouched": untouched, "script": script, "start": start, "enabled": enabled}[sys.argv[1]]()))
+    whats = {"untouched": untouched, "script": script, "start": start, "enabled": enabled, "late": late}
+    print(json.dumps(whats[sys.argv[1]]()))

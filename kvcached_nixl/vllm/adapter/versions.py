@@ -83,7 +83,8 @@ HASHES_AHEAD = Change(
     "0.33",
     "hashes of blocks may cover tokens behind them (num_hash_lookahead_tokens); with a draft model the worker saves "
     "after it was asked for results; a connector is asked whether it can follow sleep mode, and answers no; an error "
-    "ends a streaming session, and data parallelism keeps it in one engine; NIXL 1.5",
+    "ends a streaming session, and data parallelism keeps it in one engine; a stream ends with its finish_reason, with "
+    "or without a token; NIXL 1.5",
 )
 CHANGES = (
     Change("0.27", "torch 2.13"),

@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from kvcached_nixl.patching import Call, Patch
-from kvcached_nixl.vllm.adapter.attributes import OWNER, has_loop, optional, private
+from kvcached_nixl.vllm.adapter.attributes import OWNER, has_loop, optional, owner_of, private
 from kvcached_nixl.vllm.adapter.locate import ENGINE_CORE_BASE, ENGINE_SCHEDULER
 from kvcached_nixl.vllm.adapter.queues import hold
 from kvcached_nixl.vllm.adapter.requests import WHOLE_BECAUSE, ends_in_media, hash_embeddings, is_stand_in
@@ -56,6 +56,10 @@ def add_request(call: Call) -> None:
         # From 0.32 on vLLM's scheduler reads them unchecked, and an error there ends the engine. vLLM's own API server
         # fails at such a request before, from 0.31 on; other clients of an engine may not.
         request.kv_transfer_params = None
+    if optional(owner_of(call.instance), "reject_new_requests") and is_stand_in(request):
+        # From 0.33 on a paused engine tells clients to try again. Another one needs the KV then, which prefill would
+        # release now. vLLM aborts what it does not know, without an effect.
+        return
     arrival = arrival_of(call.instance, request)
     found = list(bound_sides(call.instance))
     for side in found:

@@ -26,7 +26,7 @@ from kvcached_nixl.vllm.adapter.locate import (
     RENDERER,
 )
 from kvcached_nixl.vllm.adapter.tracing import add_server_spans
-from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD
+from kvcached_nixl.vllm.adapter.versions import HASHES_AHEAD, installed_has
 from kvcached_nixl.vllm.patches.admission import ARRIVED, REFUSED, Arrived, Role, failure
 from kvcached_nixl.vllm.patches.leaving import is_leaving
 from kvcached_nixl.wire.causes import FAILED, STARVED
@@ -119,14 +119,10 @@ async def give_to_engine(call: Call) -> None:
         VLLMValidationError: it cannot be encoded; answered with HTTP 400.
     """
     queue, states = call.argument("queue"), private(private(call.instance, "output_processor"), "request_states")
-    # Only a session, and the choices of one request, give more than one to a queue.
+    # Only a session gives more than one to a queue; below 0.33 the choices of one request do, too.
     is_more = hasattr(queue, _ARRIVED) and call.argument("parent_req") is None
     if is_more and call.argument("request").request_id not in states:
         return
-    if not hasattr(queue, _ARRIVED):
-        # /v1/realtime, no HTTP request, calls what there is of an aborted session whole.
-        session = Arrived("", Role.BOTH) if call.argument("request").resumable else None
-        setattr(queue, _ARRIVED, ARRIVED.get() or session)
     try:
         await call.proceed()
     except BaseException as error:
@@ -136,6 +132,21 @@ async def give_to_engine(call: Call) -> None:
         if isinstance(error, (OverflowError, UnicodeError, RecursionError)):
             raise _not_sendable(error) from error
         raise
+
+
+@Patch(OUTPUT_PROCESSOR, "add_request", "frontend", "self request prompt parent_req request_index queue")
+def note_arrived(call: Call) -> None:
+    """Without it, clients of requests that waited too long would not be told when to try again, and what the engine has
+    aborted would pass for whole where its client cannot see that. Until a request of vLLM's knows its HTTP request.
+
+    Each request and each choice passes here, before the engine has it, in the task of its HTTP request."""
+    queue = call.argument("queue")
+    # An engine in its client's own process has none.
+    if queue is not None and not hasattr(queue, _ARRIVED):
+        # /v1/realtime, no HTTP request, calls what there is of an aborted session whole.
+        session = Arrived("", Role.BOTH) if call.argument("request").resumable else None
+        setattr(queue, _ARRIVED, ARRIVED.get() or session)
+    call.proceed()
 
 
 @Patch(
@@ -179,9 +190,9 @@ def update_stats_from_finished(call: Call) -> None:
     endpoints of vLLM that do check.
 
     What the engine itself has aborted, in the middle of its answer, counts as well while the server is shut down, and
-    where the client could not see it: ``/v1/responses`` calls it "completed", a transcription has no word for it. Where
-    a pause that aborts is answered with a ``finish_reason`` of "abort", its callers may expect that. What the client
-    has aborted does not come here.
+    where the client could not see it: ``/v1/responses`` calls it "completed", a transcription has no word for it, and
+    streams below 0.33 may leave it out. Where a pause that aborts is answered with a ``finish_reason`` of "abort", its
+    callers may expect that. What the client has aborted does not come here.
 
     An engine in its client's own process (``LLM``) has no queue: its outputs have ``finish_reason`` "error" already.
     """
@@ -195,11 +206,20 @@ def update_stats_from_finished(call: Call) -> None:
         arrived = optional(private(request_state, "queue"), _ARRIVED)
         if name == "ERROR":
             _fail(request_state)
-        elif is_leaving(call.instance) or (arrived is not None and not arrived.says_abort):
+        elif is_leaving(call.instance) or (arrived is not None and not _sees_abort(arrived, request_state)):
             _fail(request_state, _ABORTED)
     except Exception:
         # An exception raised here would end vLLM's output handler, and with it every request of this server.
         logger.exception("The client of a failed request cannot be told: vLLM may answer it as if it had not failed.")
+
+
+def _sees_abort(arrived: Arrived, request_state: Any) -> bool:
+    if private(request_state, "output_kind").name != "DELTA" or installed_has(HASHES_AHEAD):
+        return arrived.says_abort
+    # Below 0.33 streams leave out an end without a token: ``/inference/v1/generate`` always, others before their first.
+    detokenizer = private(request_state, "detokenizer")
+    has_begun = detokenizer is not None and detokenizer.num_output_tokens() > 0
+    return has_begun and arrived.says_abort and not arrived.path.endswith("/generate")
 
 
 def _fail(request_state: Any, told: str = "") -> None:

@@ -33,6 +33,7 @@ from kvcached_nixl.vllm.adapter.versions import (
     ASKS_FOR_RESULTS,
     BEYOND_KVCACHED,
     COUNTS_EXTERNAL_WEIGHTS,
+    HASHES_AHEAD,
     HITS_DIVERGE,
     LOADS_BEHIND,
 )
@@ -156,6 +157,7 @@ READS = (
         ENGINE_CORE,
         "scheduler vllm_config input_queue batch_queue engines_running shutdown_state request_block_hasher "
         "_idle_state_callbacks process_input_queue_block _process_engine_step _send_error_outputs_to_client has_work",
+        reject_new_requests=HASHES_AHEAD.later,
     ),
     _at(ENGINE_CORE_BASE, "scheduler model_executor"),
     _of("vllm.v1.executor.abstract", "Executor", "is_sleeping get_kv_connector_handshake_metadata"),
@@ -265,7 +267,11 @@ READS = (
     _of("vllm.v1.engine", "EngineCoreOutput", "request_id finish_reason new_token_ids trace_headers"),
     _of("vllm.v1.engine", "FinishReason", "ERROR ABORT"),
     _of("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
-    _of("vllm.v1.engine.output_processor", "RequestState", "queue detokenizer stats parent_req streaming_input"),
+    _of(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        "queue detokenizer stats parent_req streaming_input output_kind",
+    ),
     _of("vllm.v1.engine.output_processor", "OutputProcessorOutput", "reqs_to_abort"),
     _of("vllm.v1.engine.parallel_sampling", "ParentRequest", "output_aggregator"),
     _of("vllm.v1.metrics.stats", "PrefillStats", "num_cached_tokens num_local_cached_tokens num_prompt_tokens"),
