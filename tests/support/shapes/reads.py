@@ -352,7 +352,7 @@ READS = (
     _of(_CACHE_INTERFACE, "KVCacheTensor", "layers layer_stride offset", versions=LOADS_BEHIND.later),
     _of(_CACHE_INTERFACE, "KVCacheGroupSpec", "kv_cache_spec"),
     _of(_CACHE_INTERFACE, "UniformTypeKVCacheSpecs", "kv_cache_specs"),
-    _of(_CACHE_INTERFACE, "FullAttentionSpec", "block_size page_size_bytes num_kv_heads"),
+    _of(_CACHE_INTERFACE, "FullAttentionSpec", "block_size page_size_bytes num_kv_heads non_causal"),
     _of("vllm.model_executor.layers.mamba.mamba_utils", "", "is_conv_state_dim_first", versions=HITS_DIVERGE.later),
     _of(
         _CACHE_INTERFACE,
