@@ -240,7 +240,8 @@ def test_an_answer_without_parameters(
     assert isinstance(found, Outcome) and reason in found.reason
     assert (found.is_final, found.is_busy) == (is_final, is_busy)
     assert found.is_of_adapter is (response.get("status") == 404)
-    assert found.has_prompt is (response.get("status") in (502, 503, 504) and not is_busy and "headers" not in response)
+    of_all = ROLE_HEADER in response.get("headers", ())
+    assert found.has_prompt is (response.get("status") in (307, 401, 502, 503, 504) and not (is_busy or of_all))
 
 
 @pytest.mark.parametrize(
