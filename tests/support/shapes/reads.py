@@ -33,6 +33,7 @@ from kvcached_nixl.vllm.adapter.versions import (
     ASKS_FOR_RESULTS,
     BEYOND_KVCACHED,
     COUNTS_EXTERNAL_WEIGHTS,
+    HASHES_AHEAD,
     HITS_DIVERGE,
     LOADS_BEHIND,
 )
@@ -309,7 +310,9 @@ READS = (
         "VllmConfig",
         "cache_config model_config parallel_config scheduler_config speculative_config kv_transfer_config "
         "ec_transfer_config lora_config observability_config shutdown_timeout use_v2_model_runner",
+        aux_output_config=HASHES_AHEAD.later,
     ),
+    _of(f"{_CONFIG}.aux_output", "AuxOutputConfig", "enable_return_routed_experts", versions=HASHES_AHEAD.later),
     _of(f"{_CONFIG}.observability", "ObservabilityConfig", "otlp_traces_endpoint"),
     _of(
         f"{_CONFIG}.cache",
