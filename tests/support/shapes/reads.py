@@ -287,7 +287,7 @@ READS = (
     _of("vllm.v1.engine.core_client", "AsyncMPClient", "_call_utility_async core_engine"),
     # Its endpoint for prompts with images, ...
     _of("vllm.entrypoints.openai.models.serving", "OpenAIServingModels", "lora_requests resolve_lora"),
-    _of("vllm.entrypoints.serve.utils.api_utils", "", "with_cancellation"),
+    _of("vllm.entrypoints.serve.utils.api_utils", "", "load_aware_call with_cancellation"),
     _of("vllm.inputs", "", "embeds_input mm_input"),
     _of("vllm.multimodal.cache", "", "MultiModalProcessorOnlyCache"),
     _of(
