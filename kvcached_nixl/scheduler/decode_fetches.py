@@ -180,9 +180,9 @@ class DecodeFetches:
             one.not_received(one.refused)
             one.release_computed()
         else:
-            missing = one.end_token - num_computed_tokens
-            if missing > 0:
-                return missing, True
+            one.first_token = num_computed_tokens
+            if one.first_token < one.end_token:
+                return one.end_token - one.first_token, True
             if one.may_go_on:
                 return 0, False
             self.ending.add(one.request_id)
@@ -198,18 +198,11 @@ class DecodeFetches:
             return
         one.is_tried = True
         if not num_external_tokens:
-            # Another connector has loaded the beginning of the prompt, and the rest is computed here.
-            self._end_renewal(one)
-            one.release()
-            if one.refused is not None:
-                one.not_received(one.refused)
-            if not one.may_go_on:
-                self.ending.add(one.request_id)
+            self._loads_nothing(one)
             return
         self.queued.discard(one.request_id)
-        first_token = one.end_token - num_external_tokens
         try:
-            groups = one.groups(block_ids, first_token)
+            groups = one.groups(block_ids, num_external_tokens)
         except HandOverFailed as error:
             self._fail(one, error)
             return
@@ -219,9 +212,24 @@ class DecodeFetches:
         assert one.fetch is not None
         spec = FetchSpec(
             *(one.attempt, one.request_id, one.fetch.prefill, one.fetch.manifest, one.fetch.name, one.digest),
-            *(one.num_tokens, first_token, one.end_token, groups),
+            *(one.num_tokens, one.first_token, one.end_token, groups),
         )
         self._engine.step.tell(spec)
+
+    def _loads_nothing(self, one: FetchRequest) -> None:
+        """What is left of a prompt is computed here: another connector has loaded its beginning, or a part of a
+        block is cached here. Where neither can be, vLLM has dropped what `matched` has promised."""
+        self._end_renewal(one)
+        one.release()
+        is_little = one.end_token - one.first_token < self._engine.groups.step_tokens
+        is_dropped = not (is_little or self._engine.blocks.are_shared)
+        if is_dropped and one.refused is None:
+            reason = f"vLLM loads none of the tokens {one.first_token} to {one.end_token}, which prefill has"
+            one.refused = HandOverFailed(FailureCause.RANGE, reason)
+        if one.refused is not None:
+            one.not_received(one.refused)
+        if not (one.recomputes if is_dropped else one.may_go_on):
+            self.ending.add(one.request_id)
 
     def finished(self, request: RequestView) -> None:
         """A request ended, whether its KV had arrived or not."""

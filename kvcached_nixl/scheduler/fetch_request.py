@@ -47,7 +47,7 @@ class FetchRequest:
         is_checked: `check` has compared its prompt with the manifest.
         is_tried: it was given blocks, or refused. From then on it is computed here, e.g. after a preemption.
         digest: of the first ``num_tokens`` tokens, which prefill has.
-        end_token: one past the last token to fetch.
+        first_token, end_token: the tokens to fetch; the latter is one past the last.
         attempt: its number; 0 before it was given blocks.
         begun_seconds: when it was given them.
         since_seconds: when its timeout began.
@@ -66,6 +66,7 @@ class FetchRequest:
     is_tried: bool = False
     digest: str = ""
     num_tokens: int = 0
+    first_token: int = 0
     end_token: int = 0
     attempt: int = 0
     begun_seconds: float = 0.0
@@ -162,25 +163,28 @@ class FetchRequest:
             )
             self.refused = HandOverFailed(FailureCause.PARAMETERS, reason)
 
-    def groups(self, block_ids: BlockIds, first_token: int) -> tuple[BlockRange, ...]:
+    def groups(self, block_ids: BlockIds, num_external_tokens: int) -> tuple[BlockRange, ...]:
         """Returns the blocks to fill, per KV-cache group, but for those that a sliding window has passed.
 
         Raises:
-            HandOverFailed: its KV is not handed over, decode has no blocks for some of the tokens, or prefill has not
-                kept theirs.
+            HandOverFailed: its KV is not handed over, vLLM wants other tokens than it was told of, decode has no blocks
+                for some of them, or prefill has not kept theirs.
         """
         if self.refused is not None:
             raise self.refused
+        if self.first_token + num_external_tokens != self.end_token:
+            reason = f"vLLM loads {num_external_tokens} of the tokens {self.first_token} to {self.end_token}"
+            raise HandOverFailed(FailureCause.RANGE, reason)
         # It may be long since `check`, and decode goes on with the new adapter.
         if self.request.adapter and self.request.digest(self.num_tokens) != self.digest:
             raise HandOverFailed(FailureCause.REVOKED, "its adapter was replaced while it waited for blocks")
         groups = self.engine.groups
         pairs = zip(groups.all, block_ids, strict=True)
-        found = [self._range(group, blocks, first_token) for group, blocks in pairs]
+        found = [self._range(group, blocks) for group, blocks in pairs]
         # A group may need no block: a chunk of chunked attention that begins with the prompt's last token.
         is_complete = all(one.block_ids or groups.have_windows for one in found)
         if not is_complete or not any(one.block_ids for one in found):
-            raise self._no_blocks(first_token)
+            raise self._no_blocks()
         if self.manifest is not None:
             theirs = self.manifest.groups
             if len(theirs) != len(found):
@@ -192,19 +196,20 @@ class FetchRequest:
                     raise HandOverFailed(FailureCause.RANGE, reason)
         return tuple(found)
 
-    def _range(self, group: KVGroup, blocks: list[LogicalBlock], first_token: int) -> BlockRange:
-        first = first_token // group.block_size * group.block_size
+    def _range(self, group: KVGroup, blocks: list[LogicalBlock]) -> BlockRange:
+        first = self.first_token // group.block_size * group.block_size
         if group.keeps is Keeps.WINDOW:
             while first < self.end_token and blocks[first // group.block_size :][:1] == [NULL_BLOCK_ID]:
                 first += group.block_size
         found = group.range(blocks, first, self.end_token)
         end_token = found.first_token + len(found.block_ids) * group.block_size
         if end_token < self.end_token or NULL_BLOCK_ID in found.block_ids:
-            raise self._no_blocks(first_token)
+            raise self._no_blocks()
         return found
 
-    def _no_blocks(self, first_token: int) -> HandOverFailed:
-        return HandOverFailed(FailureCause.RANGE, f"it has no blocks for the tokens {first_token} to {self.end_token}")
+    def _no_blocks(self) -> HandOverFailed:
+        reason = f"it has no blocks for the tokens {self.first_token} to {self.end_token}"
+        return HandOverFailed(FailureCause.RANGE, reason)
 
     def renew(self) -> None:
         """Starts renewing the lease of what it fetches, if a heartbeat can name that."""

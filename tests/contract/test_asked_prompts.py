@@ -339,19 +339,41 @@ def test_bodies_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(3):
         assert post(app, body).status_code == 200, "what was held before is given back"
     monkeypatch.setattr(answering, "READ_SECONDS", 0.0)
-    assert asyncio.run(status_of_one_that_sends_nothing(app)) == 408
+    assert asyncio.run(status_of_one_that_sends(app, ASKED_PATH)) == 408
 
 
-async def status_of_one_that_sends_nothing(app: Any) -> int:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_load_of_a_server_is_that_of_its_peers(client: Client, leaves: bool) -> None:
+    """``--enable-server-load-tracking``: vLLM takes one that leaves off the load."""
+    loads: list[int] = []
+
+    async def look_up(*call: Any, engine: str) -> Any:
+        loads.append(app.state.server_load_metrics)
+        if leaves:
+            await asyncio.Event().wait()
+
+    client.engine_core._call_utility_async = look_up
+    app = served(client)
+    app.state.enable_server_load_tracking, app.state.server_load_metrics = True, 0
+    body = {"type": "http.request", "body": Question("r", IDS).look_up_body(), "more_body": False}
+    for _ in range(2):
+        gone = [{"type": "http.disconnect"}] if leaves else []
+        asyncio.run(status_of_one_that_sends(app, LOOK_UP_PATH, body, *gone))
+    assert app.state.server_load_metrics == 0 and (leaves or loads == [1, 1])
+
+
+async def status_of_one_that_sends(app: Any, path: str, *messages: Any) -> int:
+    """And then nothing more."""
     found: list[int] = []
+    left = iter(messages)
 
     async def receive() -> Any:
-        await asyncio.Event().wait()
+        return next(left, None) or await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
         found.extend([message["status"]] if "status" in message else [])
 
     headers = [(name.lower().encode(), value.encode()) for name, value in KEY.items()]
-    scope = {"type": "http", "method": "POST", "path": f"/{ASKED_PATH}", "headers": headers, "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": f"/{path}", "headers": headers, "query_string": b""}
     await app({**scope, "root_path": "", "http_version": "1.1", "scheme": "http"}, receive, send)
     return found[0]

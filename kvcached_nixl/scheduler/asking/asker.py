@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import threading
@@ -68,7 +69,8 @@ class Asker:
     """
 
     def __init__(self, api_key: str, woken: Callable[[], None]) -> None:
-        self._api_key = api_key.encode()
+        # As it is, and as JSON has it.
+        self._shown_keys = tuple(one.encode() for one in {api_key, json.dumps(api_key)[1:-1]} if api_key)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._woken = woken
         self.answers: deque[tuple[int, Params | Outcome]] = deque()
@@ -191,14 +193,12 @@ class Asker:
             return error.outcome
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             logger.debug("Prefill server %s could not be %s: %s", server, asked, type(error).__name__)
-            reason = f"{type(error).__name__}: {error}"
-            if self._api_key:
-                # What is no HTTP is shown as it came, and may repeat what was sent.
-                reason = reason.replace(self._api_key.decode(), "***")
-            return Outcome(reason, is_of_server=True)
+            # What is no HTTP is shown as it came, and may repeat what was sent.
+            reason = self._without_key(f"{type(error).__name__}: {error}".encode(errors="replace"))
+            return Outcome(reason.decode(), is_of_server=True)
         except Exception as error:
             logger.exception("A prefill server could not be %s; expected no such error", asked)
-            return Outcome(f"a defect: {type(error).__name__}: {error}")
+            return Outcome(f"a defect: {type(error).__name__}")
 
     async def _is_well(self, server: Server) -> bool:
         url, more = self._target(server, "health")
@@ -223,19 +223,27 @@ class Asker:
         try:
             async with self._opened().post(url, data=sent, allow_redirects=False, **more) as response:
                 body = await _answer_of(response)
-        except aiohttp.ClientConnectionError as error:
+        except aiohttp.ClientError as error:
             if not sent.is_begun:
                 raise
+            # Not its text: that may repeat what was sent.
+            what = type(error).__name__
             if sent.rest:
                 # Its answer may be lost with the connection: it may refuse this prompt for its size.
-                outcome = Outcome(f"it has closed the connection while the prompt was sent: {error}")
+                outcome = Outcome(f"it has closed the connection while the prompt was sent: {what}")
             else:
-                outcome = Outcome(f"it has closed the connection: {error}", is_of_server=True, has_prompt=True)
+                reason = f"it has closed the connection, or sent no HTTP: {what}"
+                outcome = Outcome(reason, is_of_server=True, has_prompt=True)
             raise AskFailed(outcome) from error
-        if self._api_key and response.status != 200:
+        if response.status != 200:
             # What the log shows of it: some servers repeat a key that they do not accept.
-            body = body.replace(self._api_key, b"***")
+            body = self._without_key(body)
         return read_answer(response.status, response.headers, body)
+
+    def _without_key(self, text: bytes) -> bytes:
+        for one in self._shown_keys:
+            text = text.replace(one, b"***")
+        return text
 
     def _target(self, server: Server, path: str, **headers: str) -> tuple[URL, dict[str, Any]]:
         headers = {**self._headers, **headers}
@@ -289,7 +297,7 @@ async def _answer_of(response: aiohttp.ClientResponse) -> bytes:
         return await asyncio.wait_for(read(), ANSWER_SECONDS)
     except asyncio.TimeoutError as error:
         reason = f"it has begun its answer, and not ended it within {ANSWER_SECONDS:g} s"
-        raise AskFailed(Outcome(reason, is_of_server=True)) from error
+        raise AskFailed(Outcome(reason, is_of_server=True, has_prompt=True)) from error
 
 
 def _socket(address: Any) -> socket.socket:

@@ -121,7 +121,7 @@ class Questions:
 
     def _failed(self, number: int, outcome: Outcome) -> tuple[Wanted, Found]:
         wanted = self.asked[number]
-        outcome = self._servers.judged(wanted.tried[-1], outcome)
+        outcome = self._servers.judged(wanted, outcome)
         if not wanted.question.adapter:
             outcome = msgspec.structs.replace(outcome, is_of_adapter=False)
         self.close(wanted, outcome.ended)
@@ -142,8 +142,7 @@ class Questions:
             is_of_adapter=is_of_adapter,
             is_of_engine=is_of_engine,
             is_late=cause is FailureCause.DEADLINE,
-            # Its question has no answer: that the connection has ended is seen here first.
-            has_prompt=bool(wanted.number) and is_of_server,
+            has_prompt=is_of_server,
         )
         self.close(wanted, outcome.ended)
         if cause not in _OF_DECODE:

@@ -246,15 +246,19 @@ class Servers:
         server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0
         self._trials.pop(server, None)
 
-    def judged(self, server: Server, outcome: Outcome) -> Outcome:
+    def judged(self, wanted: Wanted, outcome: Outcome) -> Outcome:
         """What to make of an outcome: a server that is busy for too long, and answers nobody meanwhile, is a balancer
-        that has none behind it."""
+        that has none behind it; one that answers others refuses this prompt."""
         if not outcome.is_busy:
             return outcome
-        now = self.clock.now_seconds()
+        server, now = wanted.tried[-1], self.clock.now_seconds()
         server.busy_since_seconds = server.busy_since_seconds or now
-        is_vain = now >= server.busy_since_seconds + VAIN_SILENCES * self._silence_seconds
-        return msgspec.structs.replace(outcome, is_busy=not is_vain)
+        wanted.busy_since_seconds = wanted.busy_since_seconds or now
+        last_seconds = now - VAIN_SILENCES * self._silence_seconds
+        is_vain = server.busy_since_seconds <= last_seconds
+        is_final = not is_vain and wanted.busy_since_seconds <= last_seconds
+        changed = {"is_busy": not (is_vain or is_final), "is_final": is_final, "is_of_server": not is_final}
+        return msgspec.structs.replace(outcome, **changed)
 
     def failed(self, server: Server, failure: Outcome) -> None:
         """A server has not answered with KV. That says nothing of its engine: an API server refuses without it."""

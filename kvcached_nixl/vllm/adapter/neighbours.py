@@ -102,22 +102,7 @@ def require_no_replacement(vllm_config: Any) -> None:
 def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
     """Raises SettingsError if one of an engine's connectors may copy bytes of other requests, or memory that is not
     mapped, or load what other weights have computed."""
-    if optional(optional(vllm_config, "parallel_config"), "enable_fault_tolerance", False):
-        raise SettingsError(
-            found="--enable-fault-tolerance",
-            expected="an engine that ends when a step fails",
-            consequence="It would go on after a step that has failed: KV that this step has computed wrongly would be "
-            "handed over, and what the step was to tell the workers would be lost.",
-            remedy="Remove --enable-fault-tolerance and --fault-tolerance-config, or unset ENABLE_KVCACHED.",
-        )
-    if (encoders := optional(vllm_config, "ec_transfer_config")) is not None:
-        raise SettingsError(
-            found=f"--ec-transfer-config with {encoders.ec_connector} beside the NIXL connector",
-            expected="embeddings of images, sounds, ... that this engine computes itself, or loads from its own cache",
-            consequence="Embeddings are found by the hash of an image alone: another model's, or those of weights of "
-            "before, would be used, and answers be wrong.",
-            remedy="Remove --ec-transfer-config, or unset ENABLE_KVCACHED.",
-        )
+    _require_options(vllm_config)
     for cls in classes:
         name = _own_name(cls)
         if name in _NIXL:
@@ -134,6 +119,33 @@ def require_servable(classes: Iterable[type], vllm_config: Any) -> None:
             expected=f"vLLM's OffloadingConnector since vLLM 0.28, or another package's connector that {TRUSTED} names",
             consequence=f"{name} {why}",
             remedy=f"Remove {cls.__name__} from --kv-transfer-config, or unset ENABLE_KVCACHED.",
+        )
+
+
+def _require_options(vllm_config: Any) -> None:
+    if optional(optional(vllm_config, "parallel_config"), "enable_fault_tolerance", False):
+        raise SettingsError(
+            found="--enable-fault-tolerance",
+            expected="an engine that ends when a step fails",
+            consequence="It would go on after a step that has failed: KV that this step has computed wrongly would be "
+            "handed over, and what the step was to tell the workers would be lost.",
+            remedy="Remove --enable-fault-tolerance and --fault-tolerance-config, or unset ENABLE_KVCACHED.",
+        )
+    if (encoders := optional(vllm_config, "ec_transfer_config")) is not None:
+        raise SettingsError(
+            found=f"--ec-transfer-config with {encoders.ec_connector} beside the NIXL connector",
+            expected="embeddings of images, sounds, ... that this engine computes itself, or loads from its own cache",
+            consequence="Embeddings are found by the hash of an image alone: another model's, or those of weights of "
+            "before, would be used, and answers be wrong.",
+            remedy="Remove --ec-transfer-config, or unset ENABLE_KVCACHED.",
+        )
+    config, outputs = vllm_config.kv_transfer_config, optional(vllm_config, "aux_output_config")
+    if optional(outputs, "enable_return_routed_experts") and config.is_kv_consumer:
+        raise SettingsError(
+            found="--enable-return-routed-experts on a server that takes KV",
+            expected="KV of which no more is wanted than prefill hands over",
+            consequence="vLLM would take no KV that came without experts, and compute each prompt again.",
+            remedy="Remove --enable-return-routed-experts, or unset ENABLE_KVCACHED.",
         )
 
 

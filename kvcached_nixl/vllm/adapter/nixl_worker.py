@@ -256,13 +256,19 @@ class WorkerView:
         if pruned and private(self._model, "uses_mrope"):
             # The encoder computes the token positions, and decode does not run it for what prefill has computed.
             refused.append((f"--video-pruning-rate {pruned} of a model with spatial token positions", "no pruning"))
-        # Each engine computes the scales of an fp8 cache for itself. vLLM 0.28 has removed them.
-        if optional(self.vllm_config.cache_config, "calculate_kv_scales"):
-            refused.append(("--calculate-kv-scales", "scales that come with the model"))
-        if self._model.runner_type == "pooling":
+        others = {
+            # Each engine computes the scales of an fp8 cache for itself. vLLM 0.28 has removed them.
+            ("--calculate-kv-scales", "scales that come with the model"): optional(
+                self.vllm_config.cache_config, "calculate_kv_scales"
+            ),
             # vLLM hands nothing over for it, and its API server ends with the first request that an engine ends.
-            refused.append(("--runner pooling", "a model that generates"))
-        return refused
+            ("--runner pooling", "a model that generates"): self._model.runner_type == "pooling",
+            # KV of a prompt is none of a longer one's beginning. vLLM's engine turns its prefix cache off for them.
+            ("a Prefix LM (non-causal attention)", "a causal model"): any(
+                optional(spec, "non_causal") for spec in self._specs
+            ),
+        }
+        return refused + [one for one, is_used in others.items() if is_used]
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:

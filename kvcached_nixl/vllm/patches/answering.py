@@ -83,7 +83,7 @@ class _Endpoint:
 
     async def answer(self, request: Any) -> Any:
         from starlette.responses import Response
-        from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+        from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
         sizes: list[int] = []
         try:
@@ -91,7 +91,8 @@ class _Endpoint:
                 body = await asyncio.wait_for(self._read(request, sizes), READ_SECONDS)
             except asyncio.TimeoutError:
                 raise _error(HTTPStatus.REQUEST_TIMEOUT, f"No prompt in {READ_SECONDS} s.") from None
-            answered = await with_cancellation(self._handle)(body, request)
+            # The former takes a peer that leaves off the load that the latter counts.
+            answered = await with_cancellation(load_aware_call(self._handle))(body, request)
         finally:
             self._num_held_bytes -= sum(sizes)
         # vLLM answers a client that has left with None.

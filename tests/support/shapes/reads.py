@@ -292,7 +292,7 @@ READS = (
     _of("vllm.v1.engine.core_client", "AsyncMPClient", "_call_utility_async core_engine"),
     # Its endpoint for prompts with images, ...
     _of("vllm.entrypoints.openai.models.serving", "OpenAIServingModels", "lora_requests resolve_lora"),
-    _of("vllm.entrypoints.serve.utils.api_utils", "", "with_cancellation"),
+    _of("vllm.entrypoints.serve.utils.api_utils", "", "load_aware_call with_cancellation"),
     _of("vllm.inputs", "", "embeds_input mm_input"),
     _of("vllm.multimodal.cache", "", "MultiModalProcessorOnlyCache"),
     _of(
@@ -315,7 +315,9 @@ READS = (
         "VllmConfig",
         "cache_config model_config parallel_config scheduler_config speculative_config kv_transfer_config "
         "ec_transfer_config lora_config observability_config shutdown_timeout use_v2_model_runner",
+        aux_output_config=HASHES_AHEAD.later,
     ),
+    _of(f"{_CONFIG}.aux_output", "AuxOutputConfig", "enable_return_routed_experts", versions=HASHES_AHEAD.later),
     _of(f"{_CONFIG}.observability", "ObservabilityConfig", "otlp_traces_endpoint"),
     _of(
         f"{_CONFIG}.cache",
@@ -358,7 +360,7 @@ READS = (
     _of(_CACHE_INTERFACE, "KVCacheTensor", "layers layer_stride offset", versions=LOADS_BEHIND.later),
     _of(_CACHE_INTERFACE, "KVCacheGroupSpec", "kv_cache_spec"),
     _of(_CACHE_INTERFACE, "UniformTypeKVCacheSpecs", "kv_cache_specs"),
-    _of(_CACHE_INTERFACE, "FullAttentionSpec", "block_size page_size_bytes num_kv_heads"),
+    _of(_CACHE_INTERFACE, "FullAttentionSpec", "block_size page_size_bytes num_kv_heads non_causal"),
     _of("vllm.model_executor.layers.mamba.mamba_utils", "", "is_conv_state_dim_first", versions=HITS_DIVERGE.later),
     _of(
         _CACHE_INTERFACE,

@@ -163,6 +163,16 @@ def test_an_engine_that_goes_on_after_a_step_has_failed_is_refused() -> None:
             require_servable(config)
 
 
+@pytest.mark.parametrize(("is_on", "is_consumer"), [(False, True), (True, False), (True, True)])
+def test_kv_that_vllm_takes_with_the_experts_of_its_tokens_only_is_refused(is_on: bool, is_consumer: bool) -> None:
+    config = vllm_config()
+    config.aux_output_config = SimpleNamespace(enable_return_routed_experts=is_on)
+    config.kv_transfer_config.is_kv_consumer = is_consumer
+    is_refused = is_on and is_consumer
+    with pytest.raises(SettingsError, match="--enable-return-routed-experts") if is_refused else nullcontext():
+        require_servable(config)
+
+
 @pytest.mark.parametrize("trusted", [None, [], ["Other"], "Mine", {"Mine": 1}], ids=str)
 @pytest.mark.parametrize("inner", [False, True])
 def test_a_connector_of_another_package_is_refused_until_somebody_vouches_for_it(trusted: Any, inner: bool) -> None:

@@ -65,6 +65,9 @@ class FullAttentionSpec:
     block_size = 16
     num_kv_heads = 4
 
+    def __init__(self, non_causal: bool = False) -> None:
+        self.non_causal = non_causal
+
 
 class MLAAttentionSpec(FullAttentionSpec):
     pass
@@ -245,6 +248,10 @@ def worker(**changed: Any) -> WorkerView:
         (
             {"attn_backends": [backend("FLASH_ATTN"), backend("ROCM_ATTN")]},
             "the attention backend ROCM_ATTN, which interleaves the tokens of a block",
+        ),
+        (
+            {"kv_cache_config": cache_of(UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=FullAttentionSpec(True)))},
+            "a Prefix LM (non-causal attention)",
         ),
     ],
 )

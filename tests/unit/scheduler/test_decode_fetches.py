@@ -123,6 +123,41 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_here(pushes: bo
     assert step.of(LeaseRenewal)[-1] == LeaseRenewal(D1) and not decode.failures.counts
 
 
+@pytest.mark.parametrize(
+    ("recomputes", "computes", "are_shared", "num_computed", "causes", "ends"),
+    [
+        (True, True, False, 0, {FailureCause.RANGE: 1}, False),
+        (False, True, False, 0, {FailureCause.RANGE: 1}, True),
+        (True, False, False, 0, {FailureCause.RANGE: 1}, True),
+        # Another connector may have loaded it; or the end of a block is cached here.
+        (True, False, True, 0, {}, False),
+        (True, False, False, TOKENS // 4 * 4, {}, False),
+    ],
+)
+def test_kv_that_vllm_drops_is_a_failure(
+    recomputes: bool, computes: bool, are_shared: bool, num_computed: int, causes: dict[FailureCause, int], ends: bool
+) -> None:
+    """``cap_external_hit`` of vLLM 0.33 makes (TOKENS, True) (0, False)."""
+    decode = Decode(Pool(are_shared=are_shared), recomputes=recomputes)
+    request = of_decode()
+    decode.fetching.arrived(request, computes=computes, is_asked=True)
+    assert decode.match(request, num_computed) == (TOKENS - num_computed, True)
+    decode.allocate(request, BLOCKS, 0)
+    assert decode.failures.counts == causes
+    assert decode.fetching.ending == ({D1} if ends else set())
+    assert not decode.take().of(FetchSpec)
+
+
+def test_tokens_are_not_counted_from_an_end() -> None:
+    """vLLM 0.33 leaves the last ones out, where it cuts to whole blocks: the others were taken for these."""
+    decode = Decode()
+    request = of_decode()
+    decode.arrive(request)
+    decode.allocate(request, BLOCKS, decode.match(request)[0] - 2)
+    assert not decode.take().of(FetchSpec) and decode.failures.counts == {FailureCause.RANGE: 1}
+    assert decode.collect() == ({D1}, {D1})
+
+
 def test_a_session_with_parameters_that_are_no_good_is_computed_here() -> None:
     decode = Decode()
     request = of_decode(remote_port="x")

@@ -83,9 +83,9 @@ class Prefill:
 
 
 class Decode:
-    def __init__(self) -> None:
+    def __init__(self, key: str = "secret") -> None:
         self._woken = threading.Event()
-        self.asker = Asker("secret", self._woken.set)
+        self.asker = Asker(key, self._woken.set)
 
     def wait(self) -> None:
         assert self._woken.wait(10)
@@ -240,7 +240,8 @@ def test_an_answer_without_parameters(
     assert isinstance(found, Outcome) and reason in found.reason
     assert (found.is_final, found.is_busy) == (is_final, is_busy)
     assert found.is_of_adapter is (response.get("status") == 404)
-    assert found.has_prompt is (response.get("status") in (502, 503, 504) and not is_busy and "headers" not in response)
+    of_all = ROLE_HEADER in response.get("headers", ())
+    assert found.has_prompt is (response.get("status") in (307, 401, 502, 503, 504) and not (is_busy or of_all))
 
 
 @pytest.mark.parametrize(
@@ -269,6 +270,41 @@ def test_the_key_is_shown_to_nobody(decode: Decode, serve: Serve, caplog: pytest
         said.append(decode.answer().reason)
     assert prefill.asked[0][0]["Authorization"] == "Bearer secret"
     assert not [one for one in (*said, caplog.text) if "secre" in one]
+
+
+OK = b"HTTP/1.1 200 OK\r\nX-Echo: Bearer secret\r\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"Bearer secret",
+        b"HTTP/1.1 401 Bearer secret\r\n",
+        b"HTTP/1.1 401 no\r\nX-Echo: Bearer secret\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab",
+        OK + b"Content-Length: 50\r\n\r\nab",
+        OK + b"Content-Encoding: gzip\r\nContent-Length: 13\r\n\r\nBearer secret",
+    ],
+)
+def test_the_key_is_not_shown_of_an_answer_that_is_cut_off(
+    decode: Decode, listening: socket.socket, said: bytes
+) -> None:
+    """The server had the whole prompt, which may be the reason."""
+    with asked_by(decode, listening, Question("r", [1])) as connection:
+        while b'"prompt"' not in connection.recv(1 << 16):
+            """The rest comes."""
+        connection.sendall(said)
+    found = decode.answer()
+    assert "secret" not in found.reason and found.is_of_server and found.has_prompt
+
+
+def test_a_key_that_json_writes_otherwise_is_not_shown(serve: Serve) -> None:
+    decode = Decode('se"cret')
+    said = json.dumps({"error": 'unknown key se"cret'})
+    decode.asker.ask(1, serve(answering(status=401, text=said)).server, Question("r", [1]))
+    reason = decode.answer().reason
+    decode.asker.close()
+    assert "cret" not in reason and "unknown key" in reason
 
 
 def endless(piece: bytes, pause_seconds: float) -> Handler:

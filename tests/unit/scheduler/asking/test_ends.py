@@ -661,6 +661,54 @@ def test_a_prompt_that_costs_servers_behind_a_balancer_is_not_asked_for_again(
     assert "a" in decode.fetching.refused and num_lost <= 3
 
 
+def of_status(status: int) -> Outcome:
+    with pytest.raises(AskFailed) as failed:
+        read_answer(status, {}, b"")
+    return failed.value.outcome
+
+
+@pytest.mark.parametrize("policy", [{}, {"recomputes": False}, {"recomputes": False, "is_required": True}], ids=str)
+@pytest.mark.parametrize("status", [204, 307, *range(400, 432), 451, 500, 501, 502, 503, 504])
+def test_a_status_that_one_prompt_always_gets_ends_it(status: int, policy: dict[str, bool]) -> None:
+    """Others are served meanwhile. They do not wait for what may be of this prompt: 408 after 60 s of its body, 431 for
+    its client's ``tracestate``, 403 of a firewall that does not like its text."""
+    decode, num_asked, waited = Decode("http://p1", num_free=10_000, **policy), 0, 0  # type: ignore[arg-type]
+    decode.arrives("a")
+    for place in range(60):
+        if "a" in decode.fetching.refused:
+            break
+        if decode.number("a") in decode.asking.questions.asked:
+            num_asked += 1
+            decode.answers("a", of_status(status))
+        other = f"r{place}"
+        decode.arrives(other)
+        waited += not decode.is_asked(other)
+        decode.clock.advance(31)
+        decode.turn()
+        if decode.is_asked(other):
+            decode.answers(other)
+            decode.asking.computed([Step(other)])  # type: ignore[list-item]
+        decode.asking.gone(other)
+        decode.turn()
+    assert "a" in decode.fetching.refused
+    assert status in (429, 503) or num_asked <= 3
+    assert not waited or status in (204, 307, 401, 405, 407, 429, 503)
+
+
+def test_kv_of_one_prompt_that_never_comes_ends_it() -> None:
+    """Its server answers, and cannot be reached by NIXL."""
+    decode = Decode("http://p1", recomputes=False, is_required=True, num_free=10_000)
+    decode.arrives("a")
+    for _ in range(20):
+        if decode.number("a") in decode.asking.questions.asked:
+            decode.answers("a")
+            decode.fetching.failures["a"] = HandOverFailed(FailureCause.UNREACHABLE, "refused")
+            decode.asking.holds_again(decode.blocks.requests["a"])  # type: ignore[arg-type]
+        decode.clock.advance(31)
+        decode.turn()
+    assert decode.number("a") == 3
+
+
 def test_engines_that_are_not_there_any_more_are_not_lost_with_a_prompt() -> None:
     """In push, after a rolling restart of all servers: decode has named an engine that had gone before the question."""
     decode = Decode(*(f"http://p{number}" for number in range(6)), pushes=True, recomputes=False, num_free=10_000)
