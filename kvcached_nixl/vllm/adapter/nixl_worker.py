@@ -267,6 +267,10 @@ class WorkerView:
             ("a Prefix LM (non-causal attention)", "a causal model"): any(
                 optional(spec, "non_causal") for spec in self._specs
             ),
+            # What is decoded is written again and again, with bidirectional attention: nobody has shown such KV equal.
+            ("a diffusion model", "a model that generates one token after the other"): optional(
+                self.vllm_config, "diffusion_config"
+            ),
         }
         return refused + [one for one, is_used in others.items() if is_used]
 

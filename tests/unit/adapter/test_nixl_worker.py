@@ -209,6 +209,7 @@ def worker(**changed: Any) -> WorkerView:
             speculative_config=changed.pop("speculative", None),
             model_config=model,
             load_config=SimpleNamespace(),
+            diffusion_config=changed.pop("diffusion", None),
         ),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"a": 1}),
         model_config=model,
@@ -241,6 +242,7 @@ def worker(**changed: Any) -> WorkerView:
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
         ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size 4"),
         ({"calculate_kv_scales": True}, "--calculate-kv-scales"),
+        ({"diffusion": SimpleNamespace(canvas_length=256)}, "a diffusion model"),
         (
             {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5), "uses_mrope": True},
             "--video-pruning-rate 0.5 of a model with spatial token positions",
