@@ -314,7 +314,7 @@ READS = (
         f"{_CONFIG}.vllm",
         "VllmConfig",
         "cache_config model_config parallel_config scheduler_config speculative_config kv_transfer_config "
-        "ec_transfer_config lora_config observability_config shutdown_timeout use_v2_model_runner",
+        "diffusion_config ec_transfer_config lora_config observability_config shutdown_timeout use_v2_model_runner",
         aux_output_config=HASHES_AHEAD.later,
     ),
     _of(f"{_CONFIG}.aux_output", "AuxOutputConfig", "enable_return_routed_experts", versions=HASHES_AHEAD.later),
