@@ -141,8 +141,8 @@ class GivingWay:
         self._is_push = engine.is_push
         # When a stalled neighbour was heard first, and last.
         self._stalled_seconds: tuple[float, float] | None = None
-        # Blocks that were in quarantine when it was heard first.
-        self._quarantined_blocks = 0
+        # When it was given blocks last, and those that were in quarantine before.
+        self._given_seconds, self._quarantined_blocks = -math.inf, 0
         self._had_yielded = False
         self._offering = offering
         self._fetching = fetching
@@ -223,18 +223,21 @@ class GivingWay:
         if not (self._is_push and is_stalled):
             return False
         now, num_quarantined = self._engine.clock.now_seconds(), self._fetching.attempts.num_quarantined_blocks
-        if self._stalled_seconds is None:
-            self._stalled_seconds, self._quarantined_blocks = (now, now), num_quarantined
-        first_seconds = self._stalled_seconds[0]
+        first_seconds = now if self._stalled_seconds is None else self._stalled_seconds[0]
         self._stalled_seconds = first_seconds, now
+        # What stays in quarantine for long is not given soon. Then others are given up.
+        is_long = now >= self._given_seconds + MOST_YIELD_SECONDS / 2
+        self._quarantined_blocks = num_quarantined if is_long else min(self._quarantined_blocks, num_quarantined)
         # Offers and the prefix cache go first.
         is_last = not self._offering.kept.num_kept and not self._engine.blocks.num_cached
         if not (self.yields and is_last and now >= first_seconds + self._patience_seconds):
             return False
         reason = "another engine on decode's device waits for memory, and its KV has not come yet"
         # What was given up for it before may be in quarantine yet.
-        num_wanted -= max(0, num_quarantined - self._quarantined_blocks)
-        self._fetching.give_up(num_wanted, HandOverFailed(FailureCause.REVOKED, reason))
+        num_wanted -= num_quarantined - self._quarantined_blocks
+        if num_wanted > 0:
+            self._given_seconds = now
+            self._fetching.give_up(num_wanted, HandOverFailed(FailureCause.REVOKED, reason))
         return True
 
     def _give_way(self) -> int:
