@@ -45,9 +45,9 @@ _T = TypeVar("_T")
 _WATCH_SECONDS = 0.1
 """How often the listener calls ``watch``, and looks whether it is to stop."""
 _LONGEST_QUESTION_BYTES = 1024
-_CONNECTIONS, _IDLE_SECONDS, _AGAIN_SECONDS = 256, 10.0, 1.0
-"""How many are open at once, the others wait; how long one may take for its next question, or to read an answer; and
-when one is accepted again that could not be."""
+_CONNECTIONS, _IDLE_SECONDS, _AGAIN_SECONDS = 256, 2.0, 1.0
+"""How many are open at once, the others wait, peers for 5 s; how long one may take for its next question, or to read an
+answer; and when one is accepted again that could not be."""
 
 WAIT_SECONDS = 2.0
 """How long a start waits for the check. What it finds later is logged."""

@@ -202,6 +202,9 @@ class SideChannel:
         return addresses
 
     async def _wake(self, host: str, port: int, message: list[bytes]) -> None:
+        if self._waking.locked():
+            # Another one will be sent.
+            return
         opened: list[asyncio.StreamWriter] = []
         try:
             async with self._waking:

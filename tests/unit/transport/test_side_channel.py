@@ -498,6 +498,16 @@ def test_a_worker_wakes_an_engine_again_whose_connection_was_lost(own: Own, chan
     assert own.woken.wait(JOIN_SECONDS)
 
 
+def test_wakes_that_nobody_takes_do_not_pile_up(channel: SideChannel) -> None:
+    async def num_tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for _ in range(100):
+            channel.wake("127.0.0.1", server.getsockname()[1], "key")
+        assert asyncio.run_coroutine_threadsafe(num_tasks(), channel._loop).result(JOIN_SECONDS) <= 3
+
+
 @contextmanager
 def no_descriptors() -> Iterator[None]:
     """Nothing can be opened."""
