@@ -140,7 +140,7 @@ def _require_options(vllm_config: Any) -> None:
             remedy="Remove --ec-transfer-config, or unset ENABLE_KVCACHED.",
         )
     config, outputs = vllm_config.kv_transfer_config, optional(vllm_config, "aux_output_config")
-    if optional(outputs, "enable_return_routed_experts") and config.is_kv_consumer:
+    if optional(outputs, "enable_return_routed_experts") and config.kv_role == "kv_consumer":
         raise SettingsError(
             found="--enable-return-routed-experts on a server that takes KV",
             expected="KV of which no more is wanted than prefill hands over",

@@ -163,12 +163,22 @@ def test_an_engine_that_goes_on_after_a_step_has_failed_is_refused() -> None:
             require_servable(config)
 
 
-@pytest.mark.parametrize(("is_on", "is_consumer"), [(False, True), (True, False), (True, True)])
-def test_kv_that_vllm_takes_with_the_experts_of_its_tokens_only_is_refused(is_on: bool, is_consumer: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_on", "role", "is_refused"),
+    [
+        (False, "kv_consumer", False),
+        (True, "kv_producer", False),
+        # It may only prefill.
+        (True, "kv_both", False),
+        (True, "kv_consumer", True),
+    ],
+)
+def test_kv_that_vllm_takes_with_the_experts_of_its_tokens_only_is_refused(
+    is_on: bool, role: str, is_refused: bool
+) -> None:
     config = vllm_config()
     config.aux_output_config = SimpleNamespace(enable_return_routed_experts=is_on)
-    config.kv_transfer_config.is_kv_consumer = is_consumer
-    is_refused = is_on and is_consumer
+    config.kv_transfer_config.kv_role = role
     with pytest.raises(SettingsError, match="--enable-return-routed-experts") if is_refused else nullcontext():
         require_servable(config)
 
