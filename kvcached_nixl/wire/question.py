@@ -37,7 +37,9 @@ _IS_LOST = re.compile(rb"reset reason: (connection.termination|remote reset|loca
 502. For a server that it could not reach it names another reason."""
 _OF_SERVER = (401, 405, 407)
 """Statuses that it gives for any prompt, as redirections are. Another one of 400 to 499, but for 429, may be of a
-prompt that is too large, slow to come, or not liked by a firewall (403): others must not wait for it."""
+prompt that is too large, or not liked by a firewall (403): others must not wait for it."""
+_OF_CONNECTION = (408, 425)
+"""Statuses with which the same prompt may be sent again: it came too slowly, or too early."""
 LONGEST_RETRY_SECONDS = 60.0
 """A server that names a longer time is asked again after this."""
 MOST_ANSWER_BYTES = 16 << 20
@@ -280,8 +282,8 @@ class Outcome(msgspec.Struct, frozen=True):
         is_of_engine: the engine that was named to decode is not there; the server may have another one by now.
         is_own: decode's own engine has answered.
         is_late: it has answered with an offer, and its KV has not come within the whole deadline.
-        has_prompt: the prompt may be the reason: the server had all of it when its connection ended, or has answered
-            nothing since, or has given a status; or a balancer has lost the server, which may have had it.
+        has_prompt: the server had the whole prompt when its connection ended, or has answered nothing since; or a
+            balancer has lost the server, which may have had it.
         retry_after_seconds: what it said.
     """
 
@@ -342,9 +344,9 @@ def read_answer(status: int, headers: Mapping[str, str], body: bytes) -> dict[st
         seconds = min(float(said), LONGEST_RETRY_SECONDS) if said.isascii() and said.isdigit() else 0.0
         raise AskFailed(Outcome(reason, is_of_server=True, is_busy=is_busy, retry_after_seconds=seconds))
     is_of_server = status < 400 or status in _OF_SERVER
-    is_final = not is_of_server and status < 500
-    # A balancer may have lost the server with the prompt, and what is of the server may yet be of the prompt.
-    has_prompt, is_of_adapter = is_of_server or status in (502, 503, 504), status == 404
+    is_final = not is_of_server and status < 500 and status not in _OF_CONNECTION
+    # Of a balancer, which may have lost the server with the prompt.
+    has_prompt, is_of_adapter = status in (502, 503, 504), status == 404
     raise AskFailed(Outcome(reason, is_final, is_of_server, is_of_adapter=is_of_adapter, has_prompt=has_prompt))
 
 

@@ -142,7 +142,8 @@ class Questions:
             is_of_adapter=is_of_adapter,
             is_of_engine=is_of_engine,
             is_late=cause is FailureCause.DEADLINE,
-            has_prompt=is_of_server,
+            # Its question has no answer: that the connection has ended is seen here first.
+            has_prompt=bool(wanted.number) and is_of_server,
         )
         self.close(wanted, outcome.ended)
         if cause not in _OF_DECODE:
@@ -163,7 +164,7 @@ class Questions:
     def learn(self, wanted: Wanted, outcome: Outcome) -> None:
         """A request has no use of the server that was asked for it."""
         wanted.outcome = outcome
-        wanted.num_lost += outcome.has_prompt
+        wanted.num_lost += outcome.has_prompt or self._servers.fails_it_alone(wanted, outcome)
         # What was refused counts for the next question only: the other server may not be there for long.
         wanted.lacking.difference_update(wanted.tried)
         if outcome.is_of_adapter:

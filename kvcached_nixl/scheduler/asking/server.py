@@ -27,6 +27,7 @@ class Server:
         failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
         refused_seconds: when it has refused a prompt last.
+        served_seconds: when its KV was used last.
         last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
         checked_seconds: when it was asked last whether it is well.
         busy_since_seconds: when it said first to be busy, and has answered nobody since; 0 if it did not.
@@ -48,6 +49,7 @@ class Server:
     failure: Outcome | None = None
     rests_until_seconds: float = 0.0
     refused_seconds: float = 0.0
+    served_seconds: float = 0.0
     last_sign_seconds: float = 0.0
     checked_seconds: float = 0.0
     busy_since_seconds: float = 0.0

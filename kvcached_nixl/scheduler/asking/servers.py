@@ -27,7 +27,7 @@ from kvcached_nixl.scheduler.asking.server import Server
 from kvcached_nixl.scheduler.asking.wanted import Wanted
 from kvcached_nixl.settings import SERVER_LOGGER
 from kvcached_nixl.wire.params import RemotePrefill
-from kvcached_nixl.wire.question import Outcome
+from kvcached_nixl.wire.question import LONGEST_RETRY_SECONDS, Outcome
 
 logger = logging.getLogger(SERVER_LOGGER)
 
@@ -244,6 +244,7 @@ class Servers:
         if server.failure is not None:
             logger.info("Prefill server %s serves again", server)
         server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0
+        server.served_seconds = self.clock.now_seconds()
         self._trials.pop(server, None)
 
     def judged(self, wanted: Wanted, outcome: Outcome) -> Outcome:
@@ -253,12 +254,24 @@ class Servers:
             return outcome
         server, now = wanted.tried[-1], self.clock.now_seconds()
         server.busy_since_seconds = server.busy_since_seconds or now
-        wanted.busy_since_seconds = wanted.busy_since_seconds or now
+        since_seconds, before_seconds = wanted.busy_seconds or (now, now)
+        if now > before_seconds + LONGEST_RETRY_SECONDS + self._silence_seconds:
+            # Nobody has asked for it meanwhile.
+            since_seconds = now
+        wanted.busy_seconds = since_seconds, now
         last_seconds = now - VAIN_SILENCES * self._silence_seconds
         is_vain = server.busy_since_seconds <= last_seconds
-        is_final = not is_vain and wanted.busy_since_seconds <= last_seconds
+        is_final = not is_vain and since_seconds <= last_seconds
         changed = {"is_busy": not (is_vain or is_final), "is_final": is_final, "is_of_server": not is_final}
         return msgspec.structs.replace(outcome, **changed)
+
+    def fails_it_alone(self, wanted: Wanted, outcome: Outcome) -> bool:
+        """Notes a failure that seems to be of the server. Returns whether it is of the prompt: the server has served
+        others since this one failed last."""
+        if not outcome.is_of_server or outcome.is_busy:
+            return False
+        before_seconds, wanted.failed_seconds = wanted.failed_seconds, self.clock.now_seconds()
+        return 0 < before_seconds < wanted.tried[-1].served_seconds
 
     def failed(self, server: Server, failure: Outcome) -> None:
         """A server has not answered with KV. That says nothing of its engine: an API server refuses without it."""

@@ -64,8 +64,9 @@ class Wanted:
         cached: tokens, by what they have said.
         offers: what they have offered of it: ``kv_transfer_params``.
         num_missing: tokens that are not cached here, as it was found last.
-        num_lost: servers that have ended, hung, or failed it with a status of their own, with its prompt.
-        busy_since_seconds: when a server was first too busy for it; 0 if none was.
+        num_lost: servers that have ended or hung with its prompt, or failed it and served others.
+        failed_seconds: when a server has failed it last for a reason of the server's; 0 if none has.
+        busy_seconds: when a server was first too busy for it, and last; None if none was.
         passed_since_seconds: when it first found no room; 0 if it never did.
     """
 
@@ -86,7 +87,8 @@ class Wanted:
     offers: dict[Server, Mapping[str, Any]] = field(default_factory=dict)
     num_missing: int = 0
     num_lost: int = 0
-    busy_since_seconds: float = 0.0
+    failed_seconds: float = 0.0
+    busy_seconds: tuple[float, float] | None = None
     passed_since_seconds: float = 0.0
 
     @property

@@ -241,7 +241,7 @@ def test_an_answer_without_parameters(
     assert (found.is_final, found.is_busy) == (is_final, is_busy)
     assert found.is_of_adapter is (response.get("status") == 404)
     of_all = ROLE_HEADER in response.get("headers", ())
-    assert found.has_prompt is (response.get("status") in (307, 401, 502, 503, 504) and not (is_busy or of_all))
+    assert found.has_prompt is (response.get("status") in (502, 503, 504) and not (is_busy or of_all))
 
 
 @pytest.mark.parametrize(

@@ -671,7 +671,7 @@ def of_status(status: int) -> Outcome:
 @pytest.mark.parametrize("status", [204, 307, *range(400, 432), 451, 500, 501, 502, 503, 504])
 def test_a_status_that_one_prompt_always_gets_ends_it(status: int, policy: dict[str, bool]) -> None:
     """Others are served meanwhile. They do not wait for what may be of this prompt: 408 after 60 s of its body, 431 for
-    its client's ``tracestate``, 403 of a firewall that does not like its text."""
+    its client's ``tracestate``, 403 of a firewall that does not like its text. 408 and 425 are worth another try."""
     decode, num_asked, waited = Decode("http://p1", num_free=10_000, **policy), 0, 0  # type: ignore[arg-type]
     decode.arrives("a")
     for place in range(60):
@@ -691,22 +691,55 @@ def test_a_status_that_one_prompt_always_gets_ends_it(status: int, policy: dict[
         decode.asking.gone(other)
         decode.turn()
     assert "a" in decode.fetching.refused
-    assert status in (429, 503) or num_asked <= 3
+    assert status in (429, 503) or (2 if status in (408, 425) else 1) <= num_asked <= 4
     assert not waited or status in (204, 307, 401, 405, 407, 429, 503)
 
 
-def test_kv_of_one_prompt_that_never_comes_ends_it() -> None:
-    """Its server answers, and cannot be reached by NIXL."""
+@pytest.mark.parametrize("are_others_served", [True, False])
+def test_kv_of_one_prompt_that_never_comes_ends_it(are_others_served: bool) -> None:
+    """Its server answers, and cannot be reached by NIXL. If that is so for all, they wait."""
     decode = Decode("http://p1", recomputes=False, is_required=True, num_free=10_000)
     decode.arrives("a")
+    num_asked = 0
     for _ in range(20):
         if decode.number("a") in decode.asking.questions.asked:
+            num_asked += 1
             decode.answers("a")
             decode.fetching.failures["a"] = HandOverFailed(FailureCause.UNREACHABLE, "refused")
             decode.asking.holds_again(decode.blocks.requests["a"])  # type: ignore[arg-type]
         decode.clock.advance(31)
+        if are_others_served:
+            decode.asking.servers.served(decode.asking.servers.all[0])
+        decode.clock.advance(1)
         decode.turn()
-    assert decode.number("a") == 3
+    assert num_asked == (4 if are_others_served else 20)
+
+
+def test_prompts_wait_for_a_server_that_fails_for_all() -> None:
+    """A gateway whose key is changed answers 401 for a while."""
+    decode = Decode("http://p1", recomputes=False, is_required=True, num_free=10_000)
+    names = [f"r{number}" for number in range(8)]
+    for one in names:
+        decode.arrives(one)
+    for _ in range(200):
+        for one in names:
+            if decode.number(one) in decode.asking.questions.asked:
+                decode.answers(one, of_status(401))
+        decode.clock.advance(0.25)
+        decode.turn()
+    assert not decode.fetching.refused
+
+
+def test_a_prompt_that_meets_a_busy_server_now_and_then_waits() -> None:
+    """Decode was paused in between, or had no blocks."""
+    decode = Decode("http://p1", recomputes=False, num_free=10_000)
+    decode.arrives("a")
+    for _ in range(5):
+        decode.answers("a", of_status(503))
+        decode.clock.advance(1300)
+        decode.turn()
+        assert decode.is_asked("a")
+    assert not decode.fetching.refused
 
 
 def test_engines_that_are_not_there_any_more_are_not_lost_with_a_prompt() -> None:
