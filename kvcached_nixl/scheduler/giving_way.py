@@ -141,7 +141,7 @@ class GivingWay:
         self._is_push = engine.is_push
         # When a stalled neighbour was heard first, and last.
         self._stalled_seconds: tuple[float, float] | None = None
-        # When it was given blocks last, and those that were in quarantine before.
+        # When blocks went into quarantine for it, and those that were there before.
         self._given_seconds, self._quarantined_blocks = -math.inf, 0
         self._had_yielded = False
         self._offering = offering
@@ -236,8 +236,9 @@ class GivingWay:
         # What was given up for it before may be in quarantine yet.
         num_wanted -= num_quarantined - self._quarantined_blocks
         if num_wanted > 0:
-            self._given_seconds = now
             self._fetching.give_up(num_wanted, HandOverFailed(FailureCause.REVOKED, reason))
+        if self._fetching.attempts.num_quarantined_blocks > num_quarantined:
+            self._given_seconds = now
         return True
 
     def _give_way(self) -> int:
