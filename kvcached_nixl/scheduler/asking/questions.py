@@ -142,8 +142,9 @@ class Questions:
             is_of_adapter=is_of_adapter,
             is_of_engine=is_of_engine,
             is_late=cause is FailureCause.DEADLINE,
-            # Its question has no answer: that the connection has ended is seen here first.
-            has_prompt=bool(wanted.number) and is_of_server,
+            # Its question has no answer: that the connection has ended is seen here first. Or the server has ended with
+            # the transfer.
+            has_prompt=is_of_server and (bool(wanted.number) or cause is not FailureCause.UNREACHABLE),
         )
         self.close(wanted, outcome.ended)
         if cause not in _OF_DECODE:

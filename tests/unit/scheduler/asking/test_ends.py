@@ -730,6 +730,21 @@ def test_prompts_wait_for_a_server_that_fails_for_all() -> None:
     assert not decode.fetching.refused
 
 
+def test_a_prompt_with_whose_transfer_servers_end_is_not_asked_for_without_an_end() -> None:
+    decode = Decode("http://p1", recomputes=False, is_required=True, num_free=10_000)
+    decode.arrives("a")
+    num_asked = 0
+    for _ in range(20):
+        if decode.number("a") in decode.asking.questions.asked:
+            num_asked += 1
+            decode.answers("a")
+            decode.fetching.failures["a"] = HandOverFailed(FailureCause.LOST, "its process has ended")
+            decode.asking.holds_again(decode.blocks.requests["a"])  # type: ignore[arg-type]
+        decode.clock.advance(31)
+        decode.turn()
+    assert num_asked == 3
+
+
 def test_a_prompt_that_meets_a_busy_server_now_and_then_waits() -> None:
     """Decode was paused in between, or had no blocks."""
     decode = Decode("http://p1", recomputes=False, num_free=10_000)
