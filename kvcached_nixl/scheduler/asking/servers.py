@@ -255,7 +255,7 @@ class Servers:
         server, now = wanted.tried[-1], self.clock.now_seconds()
         server.busy_since_seconds = server.busy_since_seconds or now
         since_seconds, before_seconds = wanted.busy_seconds or (now, now)
-        if now > before_seconds + LONGEST_RETRY_SECONDS + self._silence_seconds:
+        if server.asked[wanted.number][1] > before_seconds + LONGEST_RETRY_SECONDS + self._silence_seconds:
             # Nobody has asked for it meanwhile.
             since_seconds = now
         wanted.busy_seconds = since_seconds, now

@@ -14,7 +14,7 @@ from support.internals import leftovers
 from kvcached_nixl.scheduler.asking.questions import OWN
 from kvcached_nixl.scheduler.asking.wanted import GRAMMAR_SECONDS, QueueLimit
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.question import AskFailed, Outcome, engine_in, read_answer
+from kvcached_nixl.wire.question import LONGEST_RETRY_SECONDS, AskFailed, Outcome, engine_in, read_answer
 
 from .test_asking import ANSWER, BLOCK, BUSY, DEAD, ODD, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Request, Step
 
@@ -743,6 +743,24 @@ def test_a_prompt_with_whose_transfer_servers_end_is_not_asked_for_without_an_en
         decode.clock.advance(31)
         decode.turn()
     assert num_asked == 3
+
+
+def test_a_prompt_for_which_servers_are_busy_ends_however_long_each_takes_to_say_so() -> None:
+    """A balancer that queues. Others are served meanwhile."""
+    decode = Decode("http://p1", recomputes=False, num_free=10_000)
+    decode.arrives("a")
+    for number in range(50):
+        decode.clock.advance(LONGEST_RETRY_SECONDS + SILENCE_SECONDS + 5)
+        decode.arrives(f"r{number}")
+        if decode.is_asked(f"r{number}"):
+            decode.answers(f"r{number}")
+            decode.asking.computed([Step(f"r{number}")])  # type: ignore[list-item]
+            decode.asking.gone(f"r{number}")
+        if decode.number("a") in decode.asking.questions.asked:
+            decode.answers("a", of_status(503))
+        decode.clock.advance(1)
+        decode.turn()
+    assert "a" in decode.fetching.refused
 
 
 def test_a_prompt_that_meets_a_busy_server_now_and_then_waits() -> None:
