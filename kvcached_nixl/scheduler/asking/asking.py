@@ -133,7 +133,7 @@ class Asking:
             wanted = self._wanted.get(one.request_id)
             if wanted is not None and one.num_computed_tokens >= wanted.request.num_prompt_tokens:
                 if wanted.stage is Stage.FETCHING:
-                    self.servers.served(wanted.tried[-1])
+                    self.servers.served(wanted.tried[-1], wanted.asked_seconds)
                 self._is_over(wanted)
             self.local.computed(one.request_id, one.num_computed_tokens)
 
@@ -336,6 +336,7 @@ class Asking:
 
     def _is_asked_for(self, wanted: Wanted, server: Server) -> None:
         wanted.tried.append(server)
+        wanted.asked_seconds = self._engine.clock.now_seconds()
         self.servers.tries(server, wanted)
         self._limit.asked(wanted.request.request_id)
         self._queue.leads(wanted)

@@ -27,7 +27,7 @@ class Server:
         failure: the reason for its rest; None if its KV was used since.
         rests_until_seconds: it is not asked before.
         refused_seconds: when it has refused a prompt last.
-        served_seconds: when its KV was used last.
+        served_seconds: when it was asked for the last KV that was used.
         last_sign_seconds: when its engine answered last, or when it was asked while it had nothing to answer.
         checked_seconds: when it was asked last whether it is well.
         busy_since_seconds: when it said first to be busy, and has answered nobody since; 0 if it did not.

@@ -240,11 +240,12 @@ class Servers:
         last_seconds = now - VAIN_SILENCES * self._silence_seconds
         return [one for one, (_, at_seconds) in server.asked.items() if one < number and at_seconds < last_seconds]
 
-    def served(self, server: Server) -> None:
+    def served(self, server: Server, asked_seconds: float) -> None:
+        """Its KV was used, for which it was asked then."""
         if server.failure is not None:
             logger.info("Prefill server %s serves again", server)
         server.num_failures, server.failure, server.rests_until_seconds = 0, None, 0.0
-        server.served_seconds = self.clock.now_seconds()
+        server.served_seconds = max(server.served_seconds, asked_seconds)
         self._trials.pop(server, None)
 
     def judged(self, wanted: Wanted, outcome: Outcome) -> Outcome:
@@ -267,11 +268,13 @@ class Servers:
 
     def fails_it_alone(self, wanted: Wanted, outcome: Outcome) -> bool:
         """Notes a failure that seems to be of the server. Returns whether it is of the prompt: the server has served
-        others since this one failed last."""
+        others that it was asked for after a question of this one that it has failed."""
         if not outcome.is_of_server or outcome.is_busy:
             return False
-        before_seconds, wanted.failed_seconds = wanted.failed_seconds, self.clock.now_seconds()
-        return 0 < before_seconds < wanted.tried[-1].served_seconds
+        is_alone = 0 < wanted.failed_seconds <= wanted.tried[-1].served_seconds
+        if is_alone or not wanted.failed_seconds:
+            wanted.failed_seconds = wanted.asked_seconds
+        return is_alone
 
     def failed(self, server: Server, failure: Outcome) -> None:
         """A server has not answered with KV. That says nothing of its engine: an API server refuses without it."""

@@ -65,7 +65,9 @@ class Wanted:
         offers: what they have offered of it: ``kv_transfer_params``.
         num_missing: tokens that are not cached here, as it was found last.
         num_lost: servers that have ended or hung with its prompt, or failed it and served others.
-        failed_seconds: when a server has failed it last for a reason of the server's; 0 if none has.
+        asked_seconds: when a server was asked for it last.
+        failed_seconds: when one was that has failed it for a reason of the server's; 0 if none has. Of those that have
+            served nobody since, the first.
         busy_seconds: when a server was first too busy for it, and last; None if none was.
         passed_since_seconds: when it first found no room; 0 if it never did.
     """
@@ -87,6 +89,7 @@ class Wanted:
     offers: dict[Server, Mapping[str, Any]] = field(default_factory=dict)
     num_missing: int = 0
     num_lost: int = 0
+    asked_seconds: float = 0.0
     failed_seconds: float = 0.0
     busy_seconds: tuple[float, float] | None = None
     passed_since_seconds: float = 0.0

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from unittest import mock
 
 import msgspec
@@ -14,7 +16,14 @@ from support.internals import leftovers
 from kvcached_nixl.scheduler.asking.questions import OWN
 from kvcached_nixl.scheduler.asking.wanted import GRAMMAR_SECONDS, QueueLimit
 from kvcached_nixl.wire.causes import FailureCause, HandOverFailed
-from kvcached_nixl.wire.question import LONGEST_RETRY_SECONDS, AskFailed, Outcome, engine_in, read_answer
+from kvcached_nixl.wire.question import (
+    LONGEST_RETRY_SECONDS,
+    ROLE_HEADER,
+    AskFailed,
+    Outcome,
+    engine_in,
+    read_answer,
+)
 
 from .test_asking import ANSWER, BLOCK, BUSY, DEAD, ODD, OF_ANOTHER, OF_P, SILENCE_SECONDS, Decode, Request, Step
 
@@ -269,7 +278,7 @@ def test_who_waits_for_its_adapter_is_asked_for_whenever_a_server_may_be_asked(e
         decode.answers("a", says[decode.url("a")])
     assert decode.number("a") not in decode.asking.questions.asked and not decode.asking.has_news
     if event == "p2 serves":
-        decode.asking.servers.served(decode.by_url("http://p2"))
+        decode.asking.servers.served(decode.by_url("http://p2"), decode.clock.now_seconds())
         assert decode.asking.has_news
     elif event == "p2 gets another address":
         decode.names["http://p2"] = ("10.0.0.1", "10.0.0.2")
@@ -661,9 +670,9 @@ def test_a_prompt_that_costs_servers_behind_a_balancer_is_not_asked_for_again(
     assert "a" in decode.fetching.refused and num_lost <= 3
 
 
-def of_status(status: int) -> Outcome:
+def of_status(status: int, headers: Mapping[str, str] = MappingProxyType({})) -> Outcome:
     with pytest.raises(AskFailed) as failed:
-        read_answer(status, {}, b"")
+        read_answer(status, headers, b"")
     return failed.value.outcome
 
 
@@ -709,7 +718,7 @@ def test_kv_of_one_prompt_that_never_comes_ends_it(are_others_served: bool) -> N
             decode.asking.holds_again(decode.blocks.requests["a"])  # type: ignore[arg-type]
         decode.clock.advance(31)
         if are_others_served:
-            decode.asking.servers.served(decode.asking.servers.all[0])
+            decode.asking.servers.served(decode.asking.servers.all[0], decode.clock.now_seconds())
         decode.clock.advance(1)
         decode.turn()
     assert num_asked == (4 if are_others_served else 20)
@@ -726,6 +735,28 @@ def test_prompts_wait_for_a_server_that_fails_for_all() -> None:
             if decode.number(one) in decode.asking.questions.asked:
                 decode.answers(one, of_status(401))
         decode.clock.advance(0.25)
+        decode.turn()
+    assert not decode.fetching.refused
+
+
+@pytest.mark.parametrize("headers", [None, {ROLE_HEADER: "decode"}], ids=["gone", "role"])
+def test_prompts_wait_for_a_server_that_takes_none_and_whose_kv_is_still_fetched(
+    headers: dict[str, str] | None,
+) -> None:
+    """It drains, or has another role now. What it had answered before says nothing of what it would answer."""
+    outcome = DEAD if headers is None else of_status(503, headers)
+    decode = Decode("http://p1", recomputes=False, is_required=True, num_free=10_000)
+    for number in range(8):
+        decode.arrives(f"old{number}")
+        decode.answers(f"old{number}")
+    for number in range(20):
+        decode.arrives(f"new{number}")
+    for turn in range(100):
+        for number in list(decode.asking.questions.asked):
+            decode.asker.answers.append((number, outcome))
+        if turn % 5 == 0 and turn < 40:
+            decode.asking.computed([Step(f"old{turn // 5}")])  # type: ignore[list-item]
+        decode.clock.advance(0.1)
         decode.turn()
     assert not decode.fetching.refused
 
